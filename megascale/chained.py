@@ -185,15 +185,6 @@ class ChainedOptimizer(MegascaleOptimizer):
         ]
 
 
-AnyOptimizer = MixedPrecisionOptimizer | ChainedOptimizer
-"""Any of megascale's optimizers: a DistributedOptimizer is a MixedPrecisionOptimizer."""
-
-
-def parts_of(optimizer: AnyOptimizer) -> list[MixedPrecisionOptimizer]:
-    """Return the optimizers that hold the parameters: a chain's members, or the optimizer itself."""
-    return optimizer.parts()
-
-
 def _picked(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
 

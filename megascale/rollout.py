@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.utils import validate
 from megascale.utils.dtensors import is_dtensor
 from megascale.utils.param_names import bare
@@ -15,7 +15,7 @@ DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 
 @contextlib.contextmanager
-def whole_weights(optimizer: AnyOptimizer) -> Iterator[None]:
+def whole_weights(optimizer: MegascaleOptimizer) -> Iterator[None]:
     """Return a context in which ``model.named_parameters()`` is current: all weights of the last step have arrived.
 
     With ``overlap_param_gather=True`` or ``overlap_cpu_optimizer_d2h_h2d=True`` a parameter that is read after a
@@ -32,7 +32,7 @@ def whole_weights(optimizer: AnyOptimizer) -> Iterator[None]:
 
 @torch.no_grad()
 def rollout_weights(
-    model: nn.Module, optimizer: AnyOptimizer | None = None, *, dtype: torch.dtype | None = None
+    model: nn.Module, optimizer: MegascaleOptimizer | None = None, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of all that ``model.state_dict()`` has, whole and current, one after the other.
 
@@ -58,7 +58,7 @@ def rollout_weights(
 
 def rollout_buckets(
     model: nn.Module,
-    optimizer: AnyOptimizer | None = None,
+    optimizer: MegascaleOptimizer | None = None,
     *,
     dtype: torch.dtype | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from megascale import (
-    ChainedOptimizer,
     ConstantGradScaler,
     DynamicGradScaler,
     Lion,
     MixedPrecisionOptimizer,
     OptimizerConfig,
 )
+from megascale.base_optimizer import MegascaleOptimizer
 
 Inner = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -120,7 +120,7 @@ def set_grads(module: nn.Module, seed: int, scale: float = 1.0) -> None:
         param.grad = grad.to(param.device, param.dtype)
 
 
-def snapshot(optimizer: MixedPrecisionOptimizer | ChainedOptimizer, module: nn.Module) -> dict[str, Tensor]:
+def snapshot(optimizer: MegascaleOptimizer, module: nn.Module) -> dict[str, Tensor]:
     """Return copies of everything that a skipped step must leave alone: model, main params and state, flat by name."""
     flat = {f"model.{name}": p.detach().clone() for name, p in module.named_parameters()}
     packed = optimizer.state_dict()

@@ -19,7 +19,7 @@ from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
 from megascale.amp.local_grads import GradMeasure, LocalGrads, found_in, squares_in
 from megascale.amp.overflows import ScalerOverflows
 from megascale.amp.skip_budget import SkipBudget
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
 from megascale.step.overflow_report import OverflowReport
@@ -352,7 +352,7 @@ class GradScaler(torch.amp.GradScaler):
             fused_sgd.fill_momentum_(optimizer, fresh, found_inf)
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, AnyOptimizer):
+        if isinstance(optimizer, MegascaleOptimizer):
             raise ArgumentTypeError(
                 f"optimizer is a {type(optimizer).__name__}, which scales by itself; call its scale_loss() and step(), "
                 "or pass the torch optimizer"

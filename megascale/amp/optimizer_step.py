@@ -11,7 +11,7 @@ from megascale.amp import fused_adam
 from megascale.amp.codes import require_no_codes
 from megascale.amp.grad_scaler import GradScaler
 from megascale.amp.local_grads import LocalGrads
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import LARGEST_SUM_SQUARES, Decision, clip_coefficient
@@ -78,7 +78,7 @@ def optimizer_step(
     _check(loss, optimizer, grad_scaler)
     if zero_grad:
         optimizer.zero_grad()
-    if isinstance(optimizer, AnyOptimizer):
+    if isinstance(optimizer, MegascaleOptimizer):
         optimizer.scale_loss(loss).backward()
         return _step_of_wrapper(optimizer, clipping)
     scaler = _scaler_of(grad_scaler, loss.device)
@@ -94,7 +94,7 @@ def optimizer_step(
 # Ways to step
 
 
-def _step_of_wrapper(optimizer: AnyOptimizer, clipping: _Clipping) -> StepResult:
+def _step_of_wrapper(optimizer: MegascaleOptimizer, clipping: _Clipping) -> StepResult:
     if clipping.norm is None:
         optimizer.prepare_grads()
     else:
@@ -201,7 +201,7 @@ def _check(loss: Any, optimizer: Any, grad_scaler: Any) -> None:
         raise ArgumentError("loss has no graph; compute it outside torch.no_grad(), and do not detach it")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, AnyOptimizer):
+    if isinstance(optimizer, MegascaleOptimizer):
         if grad_scaler is not None and grad_scaler is not optimizer.grad_scaler:
             raise ArgumentError(
                 f"grad_scaler is not that of the {type(optimizer).__name__}, which scales with its own; pass None, or "

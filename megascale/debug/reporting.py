@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megascale.amp.grad_scaler import GradScaler
 from megascale.amp.overflows import ScalerOverflows
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.debug.gradients import GradWatch, WatchedParam
 from megascale.errors import ArgumentError, ArgumentTypeError, MegascaleError, UsageError
 from megascale.step.observers import SeenGrads
@@ -104,7 +104,7 @@ class OverflowReporter:
 
 
 def report_overflows(
-    optimizer: AnyOptimizer | GradScaler,
+    optimizer: MegascaleOptimizer | GradScaler,
     *,
     model: nn.Module | None = None,
     path: str | Path | None = None,
@@ -139,7 +139,7 @@ def report_overflows(
         recorder: Recorder = optimizer.overflows
         if model is None:
             raise ArgumentError("model is None, but a GradScaler does not know its parameters; pass the model")
-    elif isinstance(optimizer, AnyOptimizer):
+    elif isinstance(optimizer, MegascaleOptimizer):
         recorder = optimizer.recipe.overflows
     else:
         raise ArgumentTypeError(

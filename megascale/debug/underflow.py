@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentTypeError, UsageError, listed
 from megascale.host_view import HostView
 from megascale.main_params.main_param import MainParam
@@ -42,8 +42,8 @@ class UnderflowMeter(StepObserver):
     or, where it is chained afterwards, as soon as numbers are asked for.
     """
 
-    def __init__(self, optimizer: AnyOptimizer, every: int = 100) -> None:
-        if not isinstance(optimizer, AnyOptimizer):
+    def __init__(self, optimizer: MegascaleOptimizer, every: int = 100) -> None:
+        if not isinstance(optimizer, MegascaleOptimizer):
             raise ArgumentTypeError(
                 "optimizer must be a MixedPrecisionOptimizer, DistributedOptimizer or ChainedOptimizer, got "
                 f"{type(optimizer).__name__}"

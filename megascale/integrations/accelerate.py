@@ -15,7 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from megascale.amp import GradScaler
-from megascale.chained import AnyOptimizer, parts_of
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.accelerate_checks import (
@@ -69,10 +69,10 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             UsageError: for an optimizer that cannot be used with this accelerator, with the remedy.
         """
-        if self.is_fsdp2 and any(isinstance(arg, AnyOptimizer | UnshardedOptimizer) for arg in args):
+        if self.is_fsdp2 and any(isinstance(arg, MegascaleOptimizer | UnshardedOptimizer) for arg in args):
             reduce_in_fp32(self.state.fsdp_plugin)
         reducing = any(
-            part.reduces_in_backward for arg in args if isinstance(arg, AnyOptimizer) for part in parts_of(arg)
+            part.reduces_in_backward for arg in args if isinstance(arg, MegascaleOptimizer) for part in arg.parts()
         )
         with replaced(self, "_bare_models", reducing):
             result = super().prepare(*args, device_placement=device_placement)
@@ -80,7 +80,7 @@ class Accelerator(accelerate.Accelerator):
             # FSDP2's plugin has replaced the parameters: create main params of the shards before the first forward.
             for prepared in self._ours():
                 self._wrap_shards(prepared)
-            for part in (part for prepared in self._ours() for part in parts_of(prepared.optimizer)):
+            for part in (part for prepared in self._ours() for part in prepared.optimizer.parts()):
                 part.main_params()
         return result
 
@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
         """Prepare one optimizer; see :meth:`prepare`."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        if isinstance(optimizer, AnyOptimizer):
+        if isinstance(optimizer, MegascaleOptimizer):
             check_fits(self, optimizer)
             prepared: SkipOnDevice = PreparedOptimizer(optimizer)
         elif isinstance(optimizer, UnshardedOptimizer):
@@ -293,7 +293,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _reducing_optimizers(self) -> list[DistributedOptimizer]:
         """Return the optimizers that reduce gradients themselves."""
-        parts = [part for prepared in self._ours() for part in parts_of(prepared.optimizer)]
+        parts = [part for prepared in self._ours() for part in prepared.optimizer.parts()]
         return [part for part in parts if isinstance(part, DistributedOptimizer)]
 
     def _optimizer_of(self, params: list[Tensor]) -> PreparedOptimizer | None:

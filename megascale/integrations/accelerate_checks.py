@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from megascale.chained import AnyOptimizer, parts_of
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import UsageError
 from megascale.integrations.accelerate_prepared import PreparedOptimizer
@@ -24,11 +24,11 @@ _COMPUTED_IN = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """By ``mixed_precision``, the dtype of its autocast."""
 
 
-def check_fits(accelerator: Any, optimizer: AnyOptimizer) -> None:
+def check_fits(accelerator: Any, optimizer: MegascaleOptimizer) -> None:
     """Raise UsageError for one of our optimizers that would train wrongly with ``accelerator``."""
     name = type(optimizer).__name__
     check_engine(accelerator, name)
-    reducing = [part for part in parts_of(optimizer) if part.reduces_in_backward]
+    reducing = [part for part in optimizer.parts() if part.reduces_in_backward]
     if accelerator._is_adopted and reducing:
         raise UsageError(
             f"the {name} reduces gradients itself, and gathers its state from all ranks, which a loop that is not "
@@ -95,7 +95,7 @@ def check_unscaled(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
         raise _unscaled_beside_scaled(optimizer)
 
 
-def _check_device(accelerator: Any, optimizer: AnyOptimizer) -> None:
+def _check_device(accelerator: Any, optimizer: MegascaleOptimizer) -> None:
     """Raise UsageError for parameters on another device, unless FSDP2 has put its shards there."""
     own, device = accelerator.device, optimizer.device
     if all(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
@@ -107,7 +107,7 @@ def _check_device(accelerator: Any, optimizer: AnyOptimizer) -> None:
         )
 
 
-def _check_scales_alone(accelerator: Any, optimizer: AnyOptimizer) -> None:
+def _check_scales_alone(accelerator: Any, optimizer: MegascaleOptimizer) -> None:
     """Raise UsageError where the accelerator, or another optimizer's scaler, scales the same loss."""
     # On a CPU Accelerate makes no scaler for "fp16", and computes in fp32.
     if accelerator.scaler is not None or accelerator.mixed_precision == "fp16":

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import UsageError
 from megascale.integrations.accelerate_scaling import SkipOnDevice
 from megascale.optimizer import StepResult
@@ -20,7 +20,7 @@ class PreparedOptimizer(SkipOnDevice):
     parameters must be on the accelerator's device already.
     """
 
-    def __init__(self, optimizer: "AnyOptimizer | UnshardedOptimizer") -> None:
+    def __init__(self, optimizer: "MegascaleOptimizer | UnshardedOptimizer") -> None:
         super().__init__(optimizer, None, device_placement=False)
         self._is_ready = False
 
@@ -84,10 +84,10 @@ class PreparedOptimizer(SkipOnDevice):
 
 
 @torch.optim.Optimizer.profile_hook_step
-def _step_with_ready_grads(optimizer: AnyOptimizer) -> StepResult:
+def _step_with_ready_grads(optimizer: MegascaleOptimizer) -> StepResult:
     """Second half of a step, with the step hooks that ``step()`` would call."""
     # An LR scheduler's patch of step() would have set this.
-    optimizer._opt_called = True  # type: ignore[union-attr]
+    optimizer._opt_called = True  # type: ignore[attr-defined]
     return optimizer.step_with_ready_grads()
 
 
@@ -102,7 +102,9 @@ class UnshardedOptimizer(torch.optim.Optimizer):
         wrap: makes the optimizer that trains, from ``optimizer`` over the shards.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, wrap: Callable[[torch.optim.Optimizer], AnyOptimizer]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, wrap: Callable[[torch.optim.Optimizer], MegascaleOptimizer]
+    ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
@@ -113,6 +115,6 @@ class UnshardedOptimizer(torch.optim.Optimizer):
         """Raise UsageError: the optimizer that trains is made by ``accelerator.prepare``."""
         raise UsageError("prepare the optimizer together with its model: accelerator.prepare(model, optimizer)")
 
-    def wrapped(self) -> AnyOptimizer:
+    def wrapped(self) -> MegascaleOptimizer:
         """Return the optimizer that trains."""
         return self._wrap(self.optimizer)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import UsageError
 from megascale.metrics import Sink, StepMetrics
 
@@ -32,7 +32,7 @@ class StepMetricsRecording(Base):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the sinks."""
-        ours = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, AnyOptimizer)]
+        ours = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, MegascaleOptimizer)]
         if len(ours) != 1 or len(trainer.optimizers) != 1:
             kinds = [type(optimizer).__name__ for optimizer in trainer.optimizers]
             raise UsageError(

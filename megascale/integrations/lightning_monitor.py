@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import UsageError
 from megascale.host_view import HostView
 from megascale.integrations.lightning_precision import PrecisionRecipe
@@ -64,7 +64,7 @@ class LossScaleMonitoring(Base):
 
 
 def _watched(trainer: Any) -> dict[str, Tensor]:
-    optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, AnyOptimizer)]
+    optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, MegascaleOptimizer)]
     watched: dict[str, Tensor] = {}
     for index, optimizer in enumerate(optimizers):
         suffix = f"/{index}" if len(optimizers) > 1 else ""

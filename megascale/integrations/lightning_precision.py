@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.builder import build_grad_scaler
-from megascale.chained import AnyOptimizer, parts_of
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
@@ -103,9 +103,9 @@ class PrecisionRecipe(Base):
         self._given_scaler = grad_scaler
         self._groups = groups
         self._device_type = "cpu"
-        self._optimizers: list[AnyOptimizer] = []
+        self._optimizers: list[MegascaleOptimizer] = []
         self._per_batch: PerBatchScaler | None = None
-        self._waiting: list[AnyOptimizer] = []
+        self._waiting: list[MegascaleOptimizer] = []
         self._clippings: dict[int, Clipping] = {}
 
     # Set up
@@ -123,10 +123,10 @@ class PrecisionRecipe(Base):
         module = model.module if isinstance(model, DistributedDataParallel) else model
         named = list(module.named_parameters())
         connected = [self._wrapped(optimizer, scaler, named) for optimizer in optimizers]
-        self._optimizers = [optimizer for optimizer in connected if isinstance(optimizer, AnyOptimizer)]
+        self._optimizers = [optimizer for optimizer in connected if isinstance(optimizer, MegascaleOptimizer)]
         for optimizer in self._optimizers:
             _move_main_params(optimizer)
-            if isinstance(model, DistributedDataParallel) and any(p.reduces_in_backward for p in parts_of(optimizer)):
+            if isinstance(model, DistributedDataParallel) and any(p.reduces_in_backward for p in optimizer.parts()):
                 raise UsageError(
                     f"{type(optimizer).__name__} reduces gradients itself, and the ddp strategy does so too; build a "
                     "MixedPrecisionOptimizer without grad_sync, or return the torch optimizer"
@@ -143,7 +143,7 @@ class PrecisionRecipe(Base):
         named: list[tuple[str, nn.Parameter]],
     ) -> torch.optim.Optimizer:
         # Without param groups it is Lightning's stand-in: configure_optimizers returned None.
-        if isinstance(optimizer, AnyOptimizer) or not optimizer.param_groups:
+        if isinstance(optimizer, MegascaleOptimizer) or not optimizer.param_groups:
             return optimizer
         return MixedPrecisionOptimizer(optimizer, self.config, scaler, groups=self._groups, named_parameters=named)
 
@@ -211,7 +211,7 @@ class PrecisionRecipe(Base):
 
         Returns its StepResult; None if ``training_step`` returned None, which omits the step.
         """
-        if not isinstance(optimizer, AnyOptimizer):
+        if not isinstance(optimizer, MegascaleOptimizer):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         if kwargs:
             raise UsageError(
@@ -231,7 +231,7 @@ class PrecisionRecipe(Base):
     def last_result(self, optimizer: Any) -> StepResult | None:
         """Return the result of the last step of ``optimizer``, as device tensors; None before its first."""
         bare = _bare(optimizer)
-        return bare.recipe.last_result if isinstance(bare, AnyOptimizer) else None
+        return bare.recipe.last_result if isinstance(bare, MegascaleOptimizer) else None
 
     # Clipping
 
@@ -249,7 +249,7 @@ class PrecisionRecipe(Base):
 
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Call ``configure_gradient_clipping``, and check that it did not clip the still scaled gradients."""
-        scaled = isinstance(optimizer, AnyOptimizer) and optimizer.grad_scaler is not None
+        scaled = isinstance(optimizer, MegascaleOptimizer) and optimizer.grad_scaler is not None
         before = _fingerprints(optimizer) if scaled else []
         super()._clip_gradients(model, optimizer, *args, **kwargs)
         if scaled and _fingerprints(optimizer) != before:
@@ -316,15 +316,15 @@ def _bare(optimizer: Any) -> Any:
     return vars(optimizer).get("_optimizer", optimizer)
 
 
-def _move_main_params(optimizer: AnyOptimizer) -> None:
+def _move_main_params(optimizer: MegascaleOptimizer) -> None:
     """Move main params to the devices of their model params."""
-    for part in parts_of(optimizer):
+    for part in optimizer.parts():
         for param in part.live_state().main_params:
             if param.is_copy and param.main.device != param.model.device:
                 param.move()
 
 
-def _per_batch_scaler(optimizers: list[AnyOptimizer]) -> PerBatchScaler | None:
+def _per_batch_scaler(optimizers: list[MegascaleOptimizer]) -> PerBatchScaler | None:
     """Return a scaler, shared by several optimizers, that is updated only at the end of a batch.
 
     Raises UsageError if they do not share one scaler.
@@ -350,7 +350,7 @@ def _fingerprints(optimizer: Any) -> list[tuple[int, int]]:
     return [(grad.data_ptr(), grad._version) for grad in grads]
 
 
-def _step(optimizer: AnyOptimizer, clipping: Clipping) -> StepResult:
+def _step(optimizer: MegascaleOptimizer, clipping: Clipping) -> StepResult:
     """Take a step with this clipping instead of the optimizer's own."""
     own = optimizer.clip_grad
     if clipping.norm is not None:
@@ -364,10 +364,10 @@ def _step(optimizer: AnyOptimizer, clipping: Clipping) -> StepResult:
 
 
 @torch.optim.Optimizer.profile_hook_step
-def _step_clipped_by_value(optimizer: AnyOptimizer, value: float) -> StepResult:
+def _step_clipped_by_value(optimizer: MegascaleOptimizer, value: float) -> StepResult:
     """Run ``optimizer.step()`` in two halves, with the step hooks that ``step()`` would call."""
     optimizer.prepare_grads()
     optimizer.clip_grad_value_(value)
     # An LR scheduler's patch of step() would have set this.
-    optimizer._opt_called = True  # type: ignore[union-attr]
+    optimizer._opt_called = True  # type: ignore[attr-defined]
     return optimizer.step_with_ready_grads()

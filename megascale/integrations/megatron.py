@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.builder import build_grad_scaler, build_inner_optimizer, effective_config
-from megascale.chained import AnyOptimizer
 from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -66,8 +66,8 @@ class MegatronSurface:
 
     is_stub_optimizer = False
 
-    def __init__(self, optimizer: AnyOptimizer) -> None:
-        if not isinstance(optimizer, AnyOptimizer):
+    def __init__(self, optimizer: MegascaleOptimizer) -> None:
+        if not isinstance(optimizer, MegascaleOptimizer):
             raise ArgumentTypeError(
                 f"optimizer must be a MixedPrecisionOptimizer or ChainedOptimizer, got {type(optimizer).__name__}"
             )

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megascale.chained import AnyOptimizer, parts_of
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import InteropError, listed
 from megascale.grad_scaler import ConstantGradScaler
@@ -41,13 +41,13 @@ SET_BY_OVERRIDES = ("start_wd", "end_wd", "optimizer")
 """Options that a group has only if an override sets them."""
 
 
-def megatron_state_dict(optimizer: AnyOptimizer) -> State | list[State]:
+def megatron_state_dict(optimizer: MegascaleOptimizer) -> State | list[State]:
     """Return the state in the form that Megatron's own optimizer loads. Tensors are live, except of sharded state.
 
     Param groups must have Megatron's keys, as those of ``get_megatron_optimizer`` do. With a DistributedOptimizer all
     ranks call it together, and each gets the whole state in host memory.
     """
-    packed = optimizer.state_dict(copy=any(isinstance(one, DistributedOptimizer) for one in parts_of(optimizer)))
+    packed = optimizer.state_dict(copy=any(isinstance(one, DistributedOptimizer) for one in optimizer.parts()))
     if isinstance(optimizer.grad_scaler, ConstantGradScaler):
         packed["grad_scaler"] = {}  # Megatron's: its config has the scale
     elif optimizer.grad_scaler is None:
@@ -87,7 +87,7 @@ def _inner(packed: Mapping[str, Any], groups: Sequence[State]) -> State:
     }
 
 
-def load_megatron_checkpoint(checkpoint: Any, optimizer: AnyOptimizer, *, keep_grad_scaler: bool = False) -> None:
+def load_megatron_checkpoint(checkpoint: Any, optimizer: MegascaleOptimizer, *, keep_grad_scaler: bool = False) -> None:
     """Load main params, moments, steps, param group options and scaler of Megatron-Core's Float16 optimizer.
 
     All ranks of ``groups.grad_stats`` call it together, each with the file of its own model-parallel rank. Load the
@@ -169,7 +169,7 @@ def _optimizer_state(checkpoint: Any) -> Any:
     return checkpoint["optimizer"]
 
 
-def _converted(saved: Any, optimizer: AnyOptimizer, keep_grad_scaler: bool) -> State:
+def _converted(saved: Any, optimizer: MegascaleOptimizer, keep_grad_scaler: bool) -> State:
     """Return ``saved`` as a state dict of ``optimizer``."""
     parts = [_as_float16(part) for part in sub_optimizers(saved)]
     live = optimizer.param_groups
@@ -179,7 +179,7 @@ def _converted(saved: Any, optimizer: AnyOptimizer, keep_grad_scaler: bool) -> S
         parts = [{key: value for key, value in part.items() if key != "grad_scaler"} for part in parts]
     else:
         _check_scaler([part["grad_scaler"] for part in parts if "grad_scaler" in part], scaler is not None)
-    flat = [name for one in parts_of(optimizer) for name in one.param_names()]
+    flat = [name for one in optimizer.parts() for name in one.param_names()]
     params = [param for group in live for param in group["params"]]
     name_of = {id(param): name for param, name in zip(params, flat, strict=True)}
     names = [[name_of[id(param)] for param in group["params"] if param.requires_grad] for group in live]

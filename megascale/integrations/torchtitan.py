@@ -14,8 +14,9 @@ from torchtitan import trainer as titan
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.optimizer import OptimizersContainer
 
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.builder import build_grad_scaler
-from megascale.chained import AnyOptimizer, ChainedOptimizer
+from megascale.chained import ChainedOptimizer
 from megascale.errors import ArgumentError, UsageError
 from megascale.integrations.named_options import NamedOptions
 from megascale.integrations.replaced import replaced
@@ -73,7 +74,7 @@ class MegascaleOptimizers(OptimizersContainer):
             own = replace(own, fp16=config.fp16, bf16=own.bf16 and not config.fp16)
         scaler = build_grad_scaler(own)
         parts = [MixedPrecisionOptimizer(each, own, scaler) for each in self.optimizers]
-        self.optimizer: AnyOptimizer = parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
+        self.optimizer: MegascaleOptimizer = parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
         self.optimizers = [self.optimizer]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -95,7 +96,7 @@ class ScaledLoss:
         optimizer: has the scale.
     """
 
-    def __init__(self, loss_fn: Any, optimizer: AnyOptimizer) -> None:
+    def __init__(self, loss_fn: Any, optimizer: MegascaleOptimizer) -> None:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
 

@@ -12,9 +12,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.builder import build_grad_scaler
 from megascale.casting import cast_model
-from megascale.chained import AnyOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.accelerate import adopt as adopt_accelerator
 from megascale.integrations.accelerate_checks import check_autocast, check_precision
@@ -126,7 +126,7 @@ class MegascaleTrainer:
         if trainer.optimizer is not None:
             return super().create_optimizer(model)  # type: ignore[misc]
         optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        if isinstance(optimizer, AnyOptimizer) or trainer.args.fp16:
+        if isinstance(optimizer, MegascaleOptimizer) or trainer.args.fp16:
             return optimizer
         _name_params(optimizer, trainer.model if model is None else model)
         wrap = partial(_wrapped, trainer)
@@ -138,7 +138,7 @@ class MegascaleTrainer:
         trainer: Any = self
         optimizer = trainer.optimizer
         ours = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-        if "loss" in logs and isinstance(ours, AnyOptimizer):
+        if "loss" in logs and isinstance(ours, MegascaleOptimizer):
             scale = {} if ours.grad_scaler is None else {"loss_scale": ours.get_loss_scale().item()}
             logs = {**logs, **scale, "skipped_steps": int(ours.num_skipped_steps)}
         elif "loss" in logs and trainer.accelerator.scaler is not None:
@@ -165,7 +165,7 @@ def adopt(trainer: T, **options: Any) -> T:
         raise ArgumentTypeError(f"trainer must be a transformers.Trainer, got {type(trainer).__name__}")
     if isinstance(trainer, MegascaleTrainer):
         raise UsageError("the trainer is a MegascaleTrainer already: give its options as megascale={...}")
-    if trainer.optimizer is not None and not isinstance(trainer.optimizer, AnyOptimizer):
+    if trainer.optimizer is not None and not isinstance(trainer.optimizer, MegascaleOptimizer):
         raise UsageError(
             f"the trainer has a {type(trainer.optimizer).__name__} already: leave optimizers= out, so that adopt() "
             "makes one from the arguments, or pass a megascale.MixedPrecisionOptimizer"
@@ -205,9 +205,9 @@ class StepMetricsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the sinks."""
         optimizer = kwargs.get("optimizer")
-        if not isinstance(optimizer, AnyOptimizer):  # Accelerate has wrapped it
+        if not isinstance(optimizer, MegascaleOptimizer):  # Accelerate has wrapped it
             optimizer = getattr(optimizer, "optimizer", optimizer)
-        if not isinstance(optimizer, AnyOptimizer):
+        if not isinstance(optimizer, MegascaleOptimizer):
             raise UsageError(
                 f"StepMetricsCallback needs an optimizer of megascale's, found {type(optimizer).__name__}: pass it as "
                 "Trainer(optimizers=(optimizer, None))"

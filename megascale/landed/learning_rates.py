@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.chained import ChainedOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import stats_dtype
-from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.utils.transfer import to_device_async
 
 
@@ -26,7 +25,7 @@ class GroupRates:
         groups = optimizer.param_groups
         self.numbers: list[float] = [number_of(group["lr"]) for group in groups]
         self._written: list[tuple[Tensor, int] | None] = [None] * len(groups)
-        if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+        if isinstance(optimizer, MegascaleOptimizer):
             self._device = optimizer.device
             self._dtype = stats_dtype(self._device)
         else:
@@ -114,7 +113,7 @@ class GroupRates:
 
 def takes_rates_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's next step can read learning rates from tensors without a host sync."""
-    if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+    if isinstance(optimizer, MegascaleOptimizer):
         # This asks about the update alone, not about the gather after it.
         return all(member.update.why_not_capturable() is None for member in optimizer.recipe.members)
     return all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.chained import ChainedOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.step.counter import StepCounter
 
 
@@ -21,7 +20,7 @@ class StepOutcomes:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._name = type(optimizer).__name__
         self._counter: StepCounter | None = None
-        if isinstance(optimizer, (MixedPrecisionOptimizer, ChainedOptimizer)):
+        if isinstance(optimizer, MegascaleOptimizer):
             self._counter = optimizer.recipe.members[0].counter
         self._remember()
 

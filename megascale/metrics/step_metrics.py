@@ -7,7 +7,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, MegascaleError
 from megascale.host_view import HostView
 from megascale.metrics.rows import (
@@ -67,13 +67,13 @@ class StepMetrics:
 
     def __init__(
         self,
-        optimizer: AnyOptimizer | None = None,
+        optimizer: MegascaleOptimizer | None = None,
         sinks: Sequence[Sink] = (),
         *,
         start: int = 0,
         num_params: int | None = None,
     ) -> None:
-        if optimizer is not None and not isinstance(optimizer, AnyOptimizer):
+        if optimizer is not None and not isinstance(optimizer, MegascaleOptimizer):
             raise ArgumentTypeError(
                 f"optimizer must be one of megascale's, or None, got {type(optimizer).__name__}; pass None, and "
                 "record(grad_norm=..., scale=...) what you know of its steps"
@@ -213,6 +213,6 @@ def _check(values: Mapping[str, Tensor | float], taken: Collection[str]) -> None
             raise ArgumentError(f"{name} must have one element, got shape {tuple(value.shape)}; pass its mean or sum")
 
 
-def _numel(optimizer: AnyOptimizer | None) -> int:
+def _numel(optimizer: MegascaleOptimizer | None) -> int:
     groups = [] if optimizer is None else optimizer.param_groups
     return sum(param.numel() for group in groups for param in group["params"] if param.requires_grad)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from megascale import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler, OptimizerConfig, build_optimizer
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.rules import ADAM, MUON, VARIANTS
 from megascale.schedules import LandedLRScheduler
 from megascale.train.config import OptimizerOptions, ScalerConfig, TrainConfig
@@ -34,7 +34,7 @@ def lr_factor(options: OptimizerOptions, landed: int, steps: int) -> float:
     return warmup * decay
 
 
-def build_schedule(config: TrainConfig, optimizer: AnyOptimizer, landed: int = 0) -> LandedLRScheduler:
+def build_schedule(config: TrainConfig, optimizer: MegascaleOptimizer, landed: int = 0) -> LandedLRScheduler:
     """Return the schedule of ``config`` after ``landed`` steps, and set the rate of the param groups.
 
     The rate depends only on the number of landed steps, so a resumed run needs nothing else of its past, and may have
@@ -67,7 +67,7 @@ def build_grad_scaler(config: ScalerConfig) -> MegatronGradScaler | None:
     )
 
 
-def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> AnyOptimizer:
+def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> MegascaleOptimizer:
     """Return the optimizer of ``config`` over ``model``'s parameters."""
     options = config.optimizer
     return build_optimizer(

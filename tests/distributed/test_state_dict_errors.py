@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megascale import ChainedOptimizer, DistributedOptimizer, DynamicGradScaler
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import MegascaleError
 from tests.pool import RankPool
 from tests.training import bits_equal
 
-Break = Callable[[DistributedOptimizer, AnyOptimizer], object]
+Break = Callable[[DistributedOptimizer, MegascaleOptimizer], object]
 
 
 def _full_disk(*_: object) -> None:
@@ -46,7 +46,7 @@ DIFFERENT: dict[str, tuple[Break, str]] = {
 }
 
 
-def _make(kind: str) -> tuple[nn.Module, DistributedOptimizer, AnyOptimizer]:
+def _make(kind: str) -> tuple[nn.Module, DistributedOptimizer, MegascaleOptimizer]:
     torch.manual_seed(0)
     module = nn.Linear(6, 4).half()
     scaler = DynamicGradScaler(4.0)

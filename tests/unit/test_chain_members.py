@@ -14,7 +14,6 @@ from megascale import (
     MixedPrecisionOptimizer,
     OptimizerConfig,
 )
-from megascale.chained import parts_of
 from megascale.errors import StateDictError, UsageError
 from tests.training import bits_equal
 
@@ -79,7 +78,7 @@ def test_a_chain_of_one_is_like_its_member() -> None:
     """Nothing of it needs a second member."""
     [param], chain = _chain(1)
     [member] = chain.optimizers
-    assert parts_of(chain) == parts_of(member) == [member]
+    assert chain.parts() == member.parts() == [member]
     assert (chain.config, chain.groups, chain.device) == (member.config, member.groups, member.device)
     chain.clip_grad = 0.5
     assert (chain.clip_grad, member.clip_grad) == (0.5, 0.5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import GradientError, MainParamOverflowError, UsageError
 from tests.training import Bag, grad_of, same_bits, set_grads
 
@@ -54,7 +54,7 @@ def test_halves_of_a_step_are_not_mixed(into: str) -> None:
     optimizer = _chain(module)
     set_grads(module, 0)
     optimizer.prepare_grads()
-    target: AnyOptimizer = optimizer if into == "the chain" else optimizer.optimizers[1]
+    target: MegascaleOptimizer = optimizer if into == "the chain" else optimizer.optimizers[1]
     target.load_state_dict(target.state_dict())
     before = {name: main.clone() for name, main in optimizer.main_params()}
     with pytest.raises(UsageError, match=r"needs prepare_grads\(\) first"):

@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import StateDictError
 from tests.training import Tiny, bits_equal, model, same_bits, set_grads, wrap
 
-Load = Callable[[Tiny, AnyOptimizer, bool], None]
+Load = Callable[[Tiny, MegascaleOptimizer, bool], None]
 
 
 def _saved() -> tuple[Tiny, MixedPrecisionOptimizer]:
@@ -31,7 +31,7 @@ def _saved() -> tuple[Tiny, MixedPrecisionOptimizer]:
 def _without(**changes: Any) -> Load:
     """Load our own layout; ``changes`` replace entries, None removes them."""
 
-    def load(module: Tiny, optimizer: AnyOptimizer, strict: bool) -> None:
+    def load(module: Tiny, optimizer: MegascaleOptimizer, strict: bool) -> None:
         state = _saved()[1].state_dict() | {key: value for key, value in changes.items() if value is not None}
         for key in (key for key, value in changes.items() if value is None):
             del state[key]
@@ -41,7 +41,7 @@ def _without(**changes: Any) -> Load:
 
 
 def _through_torch(**options: Any) -> Load:
-    def load(module: Tiny, optimizer: AnyOptimizer, strict: bool) -> None:
+    def load(module: Tiny, optimizer: MegascaleOptimizer, strict: bool) -> None:
         state = get_optimizer_state_dict(*_saved(), options=StateDictOptions(**options))
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=strict, **options))
 

@@ -7,26 +7,26 @@ import pytest
 import torch
 
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import UsageError
 from megascale.grad_sync import GradSync
 from tests.training import Tiny, bits_equal, grad_of, model, same_bits
 
 
-def _drop_grads(optimizer: AnyOptimizer) -> None:
+def _drop_grads(optimizer: MegascaleOptimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = None
 
 
-BETWEEN: dict[str, Callable[[AnyOptimizer], Any]] = {
+BETWEEN: dict[str, Callable[[MegascaleOptimizer], Any]] = {
     "nothing": lambda optimizer: None,
     "the scale read": lambda optimizer: optimizer.get_loss_scale().item(),
     "dropped gradients": _drop_grads,
 }
 
 
-def _make(kind: str) -> tuple[Tiny, AnyOptimizer]:
+def _make(kind: str) -> tuple[Tiny, MegascaleOptimizer]:
     """Return a model and its optimizer; the scale grows after each clean step."""
     module = model()
     scaler = DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 1, 1)
@@ -41,13 +41,13 @@ def _make(kind: str) -> tuple[Tiny, AnyOptimizer]:
     return module, MixedPrecisionOptimizer(inner, config, scaler, grad_sync=sync)
 
 
-def _backward(module: Tiny, optimizer: AnyOptimizer, seed: int, scale: float = 1.0) -> None:
+def _backward(module: Tiny, optimizer: MegascaleOptimizer, seed: int, scale: float = 1.0) -> None:
     torch.manual_seed(seed)
     loss = module(torch.randn(8, 4).half()).float().square().mean()
     (optimizer.scale_loss(loss) * scale).backward()
 
 
-def _state(module: Tiny, optimizer: AnyOptimizer) -> dict[str, torch.Tensor]:
+def _state(module: Tiny, optimizer: MegascaleOptimizer) -> dict[str, torch.Tensor]:
     """Return all that a step may change."""
     state = optimizer.state_dict()
     numbers = (*state["norm_statistics"].values(), *state["step_counts"].values())
@@ -109,7 +109,7 @@ def test_gradients_that_the_caller_has_changed_are_not_measured_twice() -> None:
         optimizer.prepare_grads()
 
 
-ZEROED: dict[str, Callable[[Tiny, AnyOptimizer], Any]] = {
+ZEROED: dict[str, Callable[[Tiny, MegascaleOptimizer], Any]] = {
     "optimizer.zero_grad()": lambda module, optimizer: optimizer.zero_grad(),
     "optimizer.zero_grad(False)": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
     "model.zero_grad()": lambda module, optimizer: module.zero_grad(),
@@ -148,12 +148,12 @@ def test_step_after_zero_grad_is_a_new_one(kind: str) -> None:
     assert same_bits(_state(module, optimizer), _state(twin, whole))
 
 
-def _backward_anew(module: Tiny, optimizer: AnyOptimizer) -> None:
+def _backward_anew(module: Tiny, optimizer: MegascaleOptimizer) -> None:
     module.zero_grad()
     _backward(module, optimizer, 1)
 
 
-CHANGES: dict[str, Callable[[Tiny, AnyOptimizer], Any]] = {
+CHANGES: dict[str, Callable[[Tiny, MegascaleOptimizer], Any]] = {
     "another backward": lambda module, optimizer: _backward(module, optimizer, 1),
     "model.zero_grad() and backward": _backward_anew,
     "a write": lambda module, optimizer: grad_of(module.head.weight).mul_(2),

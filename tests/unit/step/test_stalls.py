@@ -15,7 +15,7 @@ from megascale import (
     MixedPrecisionOptimizer,
     OptimizerConfig,
 )
-from megascale.chained import AnyOptimizer
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import (
     ArgumentError,
     MainParamOverflowError,
@@ -47,7 +47,7 @@ def _train(module: Tiny, optimizer: MixedPrecisionOptimizer, steps: int) -> None
         optimizer.step()
 
 
-def _skip(module: Tiny, optimizer: MixedPrecisionOptimizer | ChainedOptimizer, steps: int) -> None:
+def _skip(module: Tiny, optimizer: MegascaleOptimizer, steps: int) -> None:
     for step in range(steps):
         _with_inf(module, step)
         optimizer.step()
@@ -278,8 +278,8 @@ def test_load_begins_the_count_anew(into: str, by_weights: bool) -> None:
     """Going back to a checkpoint, or to other weights, is the remedy: it is not held against what comes after."""
     module = model()
     member = _wrapped(module, max_consecutive_skips=3)
-    optimizer: AnyOptimizer = member if into == "an optimizer" else ChainedOptimizer([member])
-    target: AnyOptimizer = optimizer if into == "a chain" else member
+    optimizer: MegascaleOptimizer = member if into == "an optimizer" else ChainedOptimizer([member])
+    target: MegascaleOptimizer = optimizer if into == "a chain" else member
     saved = target.state_dict()
     for _ in range(3):
         _skip(module, optimizer, 3)
