@@ -38,6 +38,18 @@ class HostView:
         return previous.read() if previous is not None else None
 
 
+def known_values(vector: Tensor, view: HostView, *, late: bool) -> list[float] | None:
+    """Return what the host knows of ``vector``, 1-D, without waiting: its elements where they lie in host memory.
+
+    ``late``: they do not. Then they are those of the call before, whose copy ``view`` carries; None at the first call.
+    """
+    if not late:
+        known: list[float] = vector.tolist()
+        return known
+    before = view.push_vector(list(map(str, range(len(vector)))), vector)
+    return None if before is None else list(before.values())
+
+
 def _row_of(tensors: list[Tensor]) -> Tensor:
     """Return one-element tensors as one, on the first device that is not the host."""
     device = next((value.device for value in tensors if value.device.type != "cpu"), torch.device("cpu"))

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from megascale.errors import MinScaleError, SkippedStepsError
-from megascale.host_view import HostView
+from megascale.host_view import HostView, known_values
 from megascale.step.overflow_report import OverflowReport
-from megascale.step.scale_floor import ROUNDING
-from megascale.step.stalls import WHY_SKIPPED
+from megascale.step.stalls import ROUNDING, WHY_SKIPPED
 from megascale.utils import validate
 
 
@@ -55,11 +54,7 @@ class SkipBudget:
             scale: fp32, one element.
         """
         row = torch.stack([found_inf.reshape(()), scale.reshape(())])
-        if row.device.type == "cpu":
-            found, at = row.tolist()
-        else:
-            late = self._view.push_vector(["found_inf", "scale"], row)
-            found, at = (0.0, 0.0) if late is None else (late["found_inf"], late["scale"])
+        found, at = known_values(row, self._view, late=row.device.type != "cpu") or (0.0, 0.0)
         _, _, lowest = self._limits
         self._skips = self._skips + 1 if found else 0
         self._at_floor = self._at_floor + 1 if found and lowest is not None and at <= lowest * ROUNDING else 0

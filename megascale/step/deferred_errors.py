@@ -12,18 +12,15 @@ import torch
 from torch import Tensor
 
 from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError, listed
-from megascale.host_view import HostView
+from megascale.host_view import HostView, known_values
 from megascale.kernels import Statistic, stats_dtype
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
 from megascale.step.consensus import Consensus
-from megascale.step.grad_stats import GradStats
 from megascale.step.update import OverflowFlags
 from megascale.utils.dtensors import to_local
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.transfer import to_device_async
-
-_NAMES = [field.name for field in Statistic]
 
 
 class DeferredErrors:
@@ -37,6 +34,7 @@ class DeferredErrors:
         consensus: votes, and names what differs between ranks.
         times_replaced: how often :meth:`reset` was called.
         no_errors: what :meth:`as_statistic` returns for none, and where another has counted them.
+        flags: the roundings of this step and the one before, as the host learns of an overflow one step late.
     """
 
     def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
@@ -46,8 +44,7 @@ class DeferredErrors:
         self._device = device
         self._view = HostView()
         self._error: Exception | None = None
-        # The roundings of this step and the one before, as the host learns of an overflow one step late.
-        self._flags: deque[list[OverflowFlags]] = deque(maxlen=2)
+        self.flags: deque[list[OverflowFlags]] = deque(maxlen=2)
         # Updated in place: captured graphs hold these addresses.
         self._num_overflowed = torch.zeros((), dtype=stats_dtype(device), device=device)
         self.no_errors = torch.zeros_like(self._num_overflowed)
@@ -60,7 +57,7 @@ class DeferredErrors:
     def clear(self) -> None:
         """Forget all errors."""
         self._error = None
-        self._flags.clear()
+        self.flags.clear()
         self._num_overflowed.zero_()
         self._view.flush()
 
@@ -81,40 +78,18 @@ class DeferredErrors:
         count = (self._error is not None) + vote
         return self._num_overflowed + count if count else self._num_overflowed
 
-    def raise_agreed(self, agreed: GradStats) -> list[float] | None:
-        """Raise on every rank alike if any had an error, as soon as the host can know.
+    def raise_agreed(self, vector: Tensor) -> list[float] | None:
+        """Raise on every rank alike if any had an error, as soon as the host can know. ``vector``: agreed statistics.
 
         Returns the statistics that the host can know without waiting: of this step, or of the one before, or None.
-        While a graph is captured nothing can be known: call :meth:`raise_replayed` after each replay.
+        While a graph is captured nothing can be known: call it after each replay.
         """
-        return None if is_capturing(self._device) else self._raise_known(agreed.vector)
-
-    def raise_replayed(self, vector: Tensor, overflow_flags: list[OverflowFlags]) -> list[float] | None:
-        """Do the host's part of a replayed step: raise as :meth:`raise_agreed`, record as :meth:`record_overflows`.
-
-        Args:
-            vector: where the replay has left the agreed statistics.
-            overflow_flags: what was recorded when it was captured: its flags are the replay's.
-        """
-        seen = self._raise_known(vector)
-        self._flags.append(overflow_flags)
-        return seen
-
-    @property
-    def newest_flags(self) -> list[OverflowFlags]:
-        """What :meth:`record_overflows` was given last."""
-        return self._flags[-1]
-
-    def _raise_known(self, vector: Tensor) -> list[float] | None:
-        seen: list[float] | None = vector.tolist() if self._on_host else self._read_late(vector)
-        if seen is not None and seen[Statistic.ERRORS] != 0:
+        if is_capturing(self._device):
+            return None
+        known = known_values(vector, self._view, late=not self._on_host)
+        if known is not None and known[Statistic.ERRORS] != 0:
             self._raise_together()
-        return seen
-
-    def _read_late(self, vector: Tensor) -> list[float] | None:
-        """Return the statistics that the host can know without waiting for an accelerator, by :class:`Statistic`."""
-        late = self._view.push_vector(_NAMES, vector)
-        return None if late is None else [late[name] for name in _NAMES]
+        return known
 
     def record(self, error: MegascaleError) -> None:
         """Record an error of this rank after the decision: :meth:`raise_local` or the next step raises it."""
@@ -122,7 +97,7 @@ class DeferredErrors:
 
     def record_overflows(self, overflow_flags: list[OverflowFlags]) -> None:
         """Record, on the device, which main params did not fit their model params."""
-        self._flags.append(overflow_flags)
+        self.flags.append(overflow_flags)
         self._count(overflow_flags, self._num_overflowed)
 
     def rehearse(self, overflow_flags: list[OverflowFlags]) -> None:
@@ -151,7 +126,7 @@ class DeferredErrors:
     def _overflow_error(self) -> MegascaleError | None:
         found = {
             param.name: param
-            for overflow_flags in self._flags
+            for overflow_flags in self.flags
             for one in overflow_flags
             for param, overflowed in zip(one.params, one.overflowed.tolist(), strict=True)
             if overflowed

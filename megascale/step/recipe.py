@@ -173,7 +173,7 @@ class StepRecipe:
         with span("decide"):
             overflow, decision = self._decide(stats)
         # Before the loss scale changes: a step that is refused here leaves it as it was.
-        agreed = self.errors.raise_agreed(stats)
+        agreed = self.errors.raise_agreed(stats.vector)
         for member in self.members:
             member.unverified_params.clear()
         self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler), collected)
@@ -317,7 +317,7 @@ class StepRecipe:
         """Return what a graph must keep of the step that was captured last."""
         return CapturedStep(
             self.overflows.newest,
-            self.errors.newest_flags,
+            self.errors.flags[-1],
             [member.grads.weights for member in self.members],
             self.last_result,
         )
@@ -327,7 +327,8 @@ class StepRecipe:
         for member in self.members:
             member.counter.steps += 1
         self.last_result = captured.result
-        agreed = self.errors.raise_replayed(captured.record.vector, captured.overflow_flags)
+        agreed = self.errors.raise_agreed(captured.record.vector)
+        self.errors.flags.append(captured.overflow_flags)
         self.overflows.losses.take()
         self._observe(agreed, captured.record)
 

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from megascale.errors import MinScaleError, SkippedStepsError
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.host_view import HostView
+from megascale.host_view import HostView, known_values
 from megascale.kernels import Statistic
 from megascale.step.deferred_errors import non_finite_params
 from megascale.step.member import StepMember
 from megascale.step.misuse import Statistics, has_only_zeros, was_skipped
 from megascale.step.observers import StepObserver, StepRecord
 from megascale.step.overflows import OverflowRecorder
-from megascale.step.scale_floor import ScaleFloor
 from megascale.utils import call_site
 from megascale.utils.collectives import raise_together
 from megascale.utils.graph_capture import is_capturing
@@ -41,6 +40,49 @@ SAME_SQUARES = 1e-2
 the factor of fp16 gradients to fp16, where a factor below 2**-14 is subnormal."""
 
 
+ROUNDING = 1 + 1e-6
+"""The scale is fp32, its minimum is not."""
+
+
+class ScaleFloor:
+    """Counts overflows in a row at the smallest scale. Every rank counts the same, as all have the same scale.
+
+    The scale is on the device. The host looks at it only after an overflow, and never waits: on a CPU it reads the
+    scale at once, on an accelerator it has it one step later, when it learns of the next overflow.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin the count anew."""
+        self._count = 0
+        self._unknown = 0  # overflows just before, for which the scale is not known yet
+        self._view = HostView()
+
+    def observe(self, overflowed: bool, scaler: MegatronGradScaler | None) -> int:
+        """Count one step, before its loss scale changes. Returns the count.
+
+        Args:
+            overflowed: whether the host knows of an overflow, in this step or the one before.
+            scaler: None, and one whose scale never falls, count nothing.
+        """
+        lowest = None if scaler is None else scaler.lowest_scale
+        if not overflowed or scaler is None or lowest is None:
+            self.clear()
+            return 0
+        live = scaler.live_scale
+        scale = known_values(live, self._view, late=live.device.type != "cpu")
+        if scale is None:
+            self._unknown += 1
+        elif scale[0] <= lowest * ROUNDING:
+            # An overflow whose scale came too late has left it at the minimum.
+            self._count, self._unknown = self._count + 1 + self._unknown, 0
+        else:
+            self._count = self._unknown = 0
+        return self._count
+
+
 class StallWatch(StepObserver):
     """Counts steps in a row that were skipped, overflowed at the smallest loss scale, had gradients of zeros, or had
     the same norm of the scaled gradients. At a clean step it waits for nothing and sends nothing.
@@ -57,7 +99,8 @@ class StallWatch(StepObserver):
         self._overflows = overflows
         self._most_skips = members[0].config.max_consecutive_skips
         self._most_at_floor = members[0].config.max_overflows_at_min_scale
-        self._late_skip = HostView() if sees_spikes else None
+        self._sees_spikes = sees_spikes
+        self._view = HostView()
         self._floor = ScaleFloor()
         self.reset()
 
@@ -75,7 +118,7 @@ class StallWatch(StepObserver):
             MinScaleError: for more overflows in a row at the smallest loss scale than were allowed.
             NonFiniteParamError: for a main param that is not finite, if steps are skipped.
         """
-        skipped = self._late_skip is not None and self._was_skipped(record.found_inf, self._late_skip)
+        skipped = self._sees_spikes and self._was_skipped(record.found_inf)
         if agreed is None:
             return
         scaler = record.scaler
@@ -150,16 +193,14 @@ class StallWatch(StepObserver):
                 RuntimeWarning,
             )
 
-    def _was_skipped(self, found_inf: Tensor, late: HostView) -> bool:
+    def _was_skipped(self, found_inf: Tensor) -> bool:
         """Return whether the newest step that the host knows of was skipped, for whatever reason: on a CPU this one,
         else the one before. False while a graph is captured.
         """
         if is_capturing(found_inf.device):
             return False
-        if found_inf.device.type == "cpu":
-            return found_inf.reshape(1).tolist() != [0.0]
-        seen = late.push_vector(["skipped"], found_inf.reshape(1))
-        return seen is not None and seen["skipped"] != 0
+        known = known_values(found_inf.reshape(1), self._view, late=found_inf.device.type != "cpu")
+        return known is not None and known != [0.0]
 
     def _raise_damage(self) -> None:
         """Raise NonFiniteParamError, on every rank alike, if a main param of any holds inf or NaN."""

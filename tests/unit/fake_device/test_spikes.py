@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megascale import DynamicGradScaler, StepGraph
-from megascale.step.scale_floor import ScaleFloor
+from megascale.step.stalls import ScaleFloor
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
