@@ -33,10 +33,6 @@ class StepCounter:
         self.skips.add_(found_inf.to(torch.int64))
         self.steps += on_host
 
-    def rehearse(self, found_inf: Tensor) -> None:
-        """Run the device work of :meth:`count` on a copy."""
-        self.skips.clone().add_(found_inf.to(torch.int64))
-
     @property
     def taken(self) -> int:
         """All steps, landed or not, those before a load too."""

@@ -297,15 +297,16 @@ class StepRecipe:
         """
         collected, stats = self._measure(None, scaled=True)
         _, decision = self._decide(grad_stats.agree(stats, self.groups))
-        if self.spikes is not None:
-            self.spikes.rehearse()
         skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
+        if self.spikes is not None:
+            self.spikes.judge(skip, None)
+            self.spikes.commit()  # a skipped step leaves the statistics as they are
         if self.grad_scaler is not None:
             self.grad_scaler.rehearse(skip.found_inf)
         ready = [ReadyStep(own.updates, skip) for own in collected]
         self.errors.rehearse(self._apply_members(ready))
         for member in self.members:
-            member.counter.rehearse(skip.found_inf)
+            member.counter.count(torch.zeros_like(skip.found_inf), on_host=False)
         self._end_step()
         _result(skip)
 

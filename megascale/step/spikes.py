@@ -22,23 +22,6 @@ NORM_KEYS = ("mean", "variance", "count")
 
 
 @dataclass(frozen=True)
-class ZClip:
-    """The constants of ZClip (arXiv 2504.02507), by the names of its code; see :meth:`NormStatistics.judge`.
-
-    Attributes:
-        skips: a spike skips the step; otherwise its gradients are clipped.
-        z_thresh: a norm with a larger z-score is a spike.
-        alpha: weight of the old mean and variance in the new ones.
-        warmup_steps: how many norms there must be before one can be a spike.
-    """
-
-    skips: bool
-    z_thresh: float
-    alpha: float
-    warmup_steps: int
-
-
-@dataclass(frozen=True)
 class NormJudgement:
     """What ZClip says of one norm.
 
@@ -54,15 +37,19 @@ class NormJudgement:
 
 
 class NormStatistics:
-    """The running mean and variance of the gradient norm, on the device.
+    """The running mean and variance of the gradient norm, on the device, and what ZClip (arXiv 2504.02507) says of it.
+
+    Args:
+        config: its ``zclip_z_thresh``, ``zclip_alpha`` and ``zclip_warmup_steps`` are the constants of ZClip's code.
+        device: of the norm.
 
     Attributes:
         state: mean, variance, and the number of norms that they were taken from: statistics dtype, shape [3]. Updated
             in place: captured graphs hold this address.
     """
 
-    def __init__(self, rule: ZClip, device: torch.device) -> None:
-        self.rule = rule
+    def __init__(self, config: StepConfig, device: torch.device) -> None:
+        self._config = config
         self.state = torch.zeros(len(NORM_KEYS), dtype=stats_dtype(device), device=device)
 
     def judge(self, grad_norm: Tensor) -> NormJudgement:
@@ -78,17 +65,17 @@ class NormStatistics:
         norms that stay high are no spikes after a while. ``deviation`` is the square root of the variance, rounded to
         fp32. Source: ``zclip.py`` of github.com/bluorion-com/ZClip, mode "zscore" with adaptive scaling.
         """
-        rule = self.rule
+        z_thresh = self._config.zclip_z_thresh
         norm = grad_norm.to(self.state.dtype)
         mean, variance, count = self.state.unbind()
         # torch's fp64 sqrt is not correctly rounded on every CPU. Taken of an fp32 number and rounded to fp32, it is.
         deviation = variance.float().to(norm.dtype).sqrt().float().to(norm.dtype)
-        is_warm = count >= rule.warmup_steps
+        is_warm = count >= self._config.zclip_warmup_steps
         z = (norm - mean) / (deviation + STD_EPSILON)
-        is_spike = (z > rule.z_thresh) & is_warm
-        bound = mean + deviation * rule.z_thresh / (z / rule.z_thresh)
+        is_spike = (z > z_thresh) & is_warm
+        bound = mean + deviation * z_thresh / (z / z_thresh)
         seen = count + 1
-        weight = torch.where(is_warm, 1 - rule.alpha, seen.reciprocal())
+        weight = torch.where(is_warm, 1 - self._config.zclip_alpha, seen.reciprocal())
         off = torch.where(is_spike, bound, norm) - mean
         mean = mean + off * weight
         still_off = off - off * weight
@@ -142,11 +129,9 @@ class SpikeJudge:
 
     def __init__(self, config: StepConfig, device: torch.device) -> None:
         self._threshold = config.grad_norm_skip_threshold
+        self._skips = config.zclip == "skip"
         self._new_state: Tensor | None = None
-        self.statistics: NormStatistics | None = None
-        if config.zclip is not None:
-            rule = ZClip(config.zclip == "skip", config.zclip_z_thresh, config.zclip_alpha, config.zclip_warmup_steps)
-            self.statistics = NormStatistics(rule, device)
+        self.statistics = None if config.zclip is None else NormStatistics(config, device)
 
     @classmethod
     def of(cls, config: StepConfig, device: torch.device) -> "SpikeJudge | None":
@@ -167,7 +152,7 @@ class SpikeJudge:
         if self.statistics is not None:
             judged = self.statistics.judge(decision.grad_norm)
             self._new_state = torch.where(found == 0, judged.new_state, self.statistics.state)
-            if self.statistics.rule.skips:
+            if self._skips:
                 found = torch.maximum(found, judged.is_spike.float())
             else:
                 clip = coefficient_to(decision.grad_norm.to(judged.bound.dtype), judged.bound)
@@ -180,8 +165,3 @@ class SpikeJudge:
         """Let the statistics include the norm that was judged last."""
         if self.statistics is not None and self._new_state is not None:
             self.statistics.state.copy_(self._new_state)
-
-    def rehearse(self) -> None:
-        """Run the device work of :meth:`commit` on a copy."""
-        if self.statistics is not None and self._new_state is not None:
-            self.statistics.state.clone().copy_(self._new_state)
