@@ -1,6 +1,6 @@
 """HeldGrads: the gradients of a step that ``prepare_grads()`` has decided, and whether they are still the same."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -38,19 +38,9 @@ class HeldGrads:
         """Whether a parameter has a gradient."""
         return any(self._holder_of(param) is not None for param, _ in self._measured)
 
-    @property
-    def are_replaced(self) -> bool:
-        """Whether a parameter has another gradient than the one that was measured."""
-        return any(True for _ in self._replaced())
-
-    @property
-    def are_written(self) -> bool:
-        """Whether a gradient that was measured was written since."""
-        return any(True for _ in self._written())
-
     def require_unchanged(self) -> None:
         """Raise UsageError, naming a parameter whose gradient was replaced or written since it was measured."""
-        changed = next(self._replaced(), None) or next(self._written(), None)
+        changed = self.replaced() or self.written()
         if changed is not None:
             raise UsageError(
                 f"the gradient of {changed.name!r} has changed since prepare_grads() measured it, and step() would "
@@ -58,16 +48,20 @@ class HeldGrads:
                 "first; to update from gradients that you have changed, call step_with_ready_grads()"
             )
 
-    def _replaced(self) -> Iterator[MainParam]:
+    def replaced(self) -> MainParam | None:
+        """Return a parameter that has another gradient than the one that was measured."""
         for param, grad in self._measured:
             now = self._holder_of(param)
             if now is not None and now is not grad:
-                yield param
+                return param
+        return None
 
-    def _written(self) -> Iterator[MainParam]:
+    def written(self) -> MainParam | None:
+        """Return a parameter whose measured gradient was written since."""
         for (param, grad), before, now in zip(self._measured, self._versions, self._read_versions(), strict=True):
             if before != now and self._holder_of(param) is grad:
-                yield param
+                return param
+        return None
 
     def _read_versions(self) -> list[int]:
         return [0 if grad is None else _version(to_local(grad)) for _, grad in self._measured]

@@ -426,7 +426,7 @@ class StepRecipe:
         held = [member.held for member in self.members if member.held is not None]
         if not self._is_held() or not any(one.are_there for one in held):
             return None
-        if any(one.are_replaced or (scaled and one.are_written) for one in held):
+        if any(one.replaced() or (scaled and one.written()) for one in held):
             return None
         return UsageError(
             "prepare_grads() has measured these gradients already, and updated the loss scale: take the step that it "
