@@ -10,6 +10,7 @@ from torch import Tensor
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import stats_dtype
+from megascale.step.arguments import device_of
 from megascale.utils.transfer import to_device_async
 
 
@@ -25,12 +26,9 @@ class GroupRates:
         groups = optimizer.param_groups
         self.numbers: list[float] = [number_of(group["lr"]) for group in groups]
         self._written: list[tuple[Tensor, int] | None] = [None] * len(groups)
-        if isinstance(optimizer, MegascaleOptimizer):
-            self._device = optimizer.device
-            self._dtype = stats_dtype(self._device)
-        else:
-            self._device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
-            self._dtype = torch.float32  # torch's fused kernels read no other
+        self._device = device_of(optimizer)
+        # torch's fused kernels read fp32 only
+        self._dtype = stats_dtype(self._device) if isinstance(optimizer, MegascaleOptimizer) else torch.float32
 
     def pull(self) -> None:
         """Take over rates that others put into the groups. A tensor that they wrote is read on the host.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -80,17 +80,18 @@ class WatchedModules(Protocol):
         """Return what was seen since the last call, without waiting for the device."""
 
 
-_live: list[ref[WatchedModules]] = []
+_live: WeakKeyDictionary[WatchedModules, None] = WeakKeyDictionary()
+"""In the order in which they were announced."""
 
 
 def announce(watch: WatchedModules) -> None:
     """Let the steps of optimizers of the watched model's parameters take what ``watch`` sees, while it is alive."""
-    _live.append(ref(watch, _live.remove))
+    _live[watch] = None
 
 
 def withdraw(watch: WatchedModules) -> None:
     """End what :func:`announce` began."""
-    _live[:] = [known for known in _live if known() is not watch]
+    _live.pop(watch, None)
 
 
 def take(params: Callable[[], Iterable[Tensor]]) -> list[ModuleEvents]:
@@ -98,8 +99,7 @@ def take(params: Callable[[], Iterable[Tensor]]) -> list[ModuleEvents]:
     if not _live:
         return []
     ids = {id(param) for param in params()}
-    watches = [watch for known in _live if (watch := known()) is not None]
-    return [watch.take() for watch in watches if watch.has_param_of(ids)]
+    return [watch.take() for watch in _live if watch.has_param_of(ids)]
 
 
 def first_of(events: Iterable[ModuleEvents]) -> NonFiniteModule | None:
