@@ -69,8 +69,8 @@ class Topic(IntEnum):
 
 StepFacts = Mapping[tuple[Kind, Topic], Facts]
 """What one rank does in one step."""
-_FactsByKind = dict[Kind, tuple[tuple[int, ...], dict[Topic, Facts]]]
-"""The same for other ranks: of each kind the ranks of the set, and the facts."""
+_Told = tuple[Mapping[Kind, tuple[int, ...]], Mapping[int, StepFacts | None]]
+"""What a rank tells others: the ranks of its sets, and its facts by the number of the vote."""
 
 _num_votes: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 """How often each group has voted. Each vote goes into a collective: its ranks have all voted as often."""
@@ -100,7 +100,11 @@ class Consensus:
         exact = 53 if stats_dtype(device) == torch.float64 else 24
         self._limit = max(1, 2 ** (exact - 4) // group_size(self._group))
         self._recent: deque[tuple[int, StepFacts | None]] = deque(maxlen=2)
-        self._sets: dict[Kind, bytes] = {}
+        self._ranks: dict[Kind, tuple[int, ...]] = {}
+        if not self.is_alone:
+            self._ranks = {kind: group_ranks(group) for kind, group in self._holders.items() if group is not None}
+        # No two sets share these: what ranks of one set exchange must not cancel with the same of another.
+        self._sets = {kind: repr((kind, ranks)).encode() for kind, ranks in self._ranks.items()}
         self._digests: dict[tuple[Kind, Topic], tuple[Facts, bytes]] = {}
 
     def vote(self, facts: StepFacts | None) -> int:
@@ -115,18 +119,12 @@ class Consensus:
         subjects: dict[Kind, bytes] = {}
         for (kind, topic), own in (facts or {}).items():
             if topic is not Topic.REPLICAS and group_size(self._holders[kind]) > 1:
-                subject = subjects.get(kind) or b"%d %s" % (number, self._set(kind))
+                subject = subjects.get(kind) or b"%d %s" % (number, self._sets[kind])
                 subjects[kind] = b"%s %d %s" % (subject, topic, self._digest(kind, topic, own))
         return sum(
             zero_sum(subject, group_size(self._holders[kind]), group_rank(self._holders[kind]), self._limit)
             for kind, subject in subjects.items()
         )
-
-    def _set(self, kind: Kind) -> bytes:
-        """Return what no two sets share: what ranks of one set exchange must not cancel with the same of another."""
-        if kind not in self._sets:
-            self._sets[kind] = repr((kind, group_ranks(self._holders[kind]))).encode()
-        return self._sets[kind]
 
     def _digest(self, kind: Kind, topic: Topic, facts: Facts) -> bytes:
         """Return the digest of the facts, which are seldom others than in the step before."""
@@ -140,7 +138,7 @@ class Consensus:
 
         Facts are then forgotten: the next step is compared anew.
         """
-        mine = {number: None if facts is None else self._by_kind(facts) for number, facts in self._recent}
+        mine: _Told = self._ranks, dict(self._recent)
         self._recent.clear()
         every = gathered_facts(mine, error, self._group)
         if not self.is_alone:
@@ -150,15 +148,9 @@ class Consensus:
                 "and call step() identically on every rank"
             )
 
-    def _by_kind(self, facts: StepFacts) -> _FactsByKind:
-        by_kind: _FactsByKind = {}
-        for (kind, topic), own in facts.items():
-            by_kind.setdefault(kind, (group_ranks(self._holders[kind]), {}))[1][topic] = own
-        return by_kind
 
-
-def _named(every: Mapping[int, Mapping[int, _FactsByKind | None]]) -> MegascaleError | None:
-    """Return the error that names what differs; None if nothing does. ``every``: by rank, and by number of the vote."""
+def _named(every: Mapping[int, _Told]) -> MegascaleError | None:
+    """Return the error that names what differs; None if nothing does. ``every``: by rank."""
     for topic in Topic:
         for facts in _compared(every, topic):
             found = list(differences(facts))
@@ -167,18 +159,18 @@ def _named(every: Mapping[int, Mapping[int, _FactsByKind | None]]) -> MegascaleE
     return None
 
 
-def _compared(every: Mapping[int, Mapping[int, _FactsByKind | None]], topic: Topic) -> Iterator[dict[int, Facts]]:
+def _compared(every: Mapping[int, _Told], topic: Topic) -> Iterator[dict[int, Facts]]:
     """Yield the facts of a topic that are to be the same, by rank, for each step and set of ranks.
 
     A rank that had an error in a step, or has not taken it, says nothing about it. One that is in a set and has none of
     its parameters leaves them all out, but does not say whether they may part.
     """
-    for number in sorted({number for own in every.values() for number in own}):
-        told = {rank: by_kind for rank, own in every.items() if (by_kind := own.get(number)) is not None}
-        for kind, ranks in dict.fromkeys((kind, own[0]) for by_kind in told.values() for kind, own in by_kind.items()):
-            held = {rank: told[rank][kind][1] if kind in told[rank] else {} for rank in ranks if rank in told}
-            says = {rank: own for rank, own in held.items() if topic in own or topic is not Topic.REPLICAS}
-            yield {rank: own.get(topic, {}) for rank, own in says.items()}
+    for number in sorted({number for _, own in every.values() for number in own}):
+        told = {rank: facts for rank, (_, own) in every.items() if (facts := own.get(number)) is not None}
+        sets = ((kind, every[rank][0].get(kind, ())) for rank, own in told.items() for kind, _ in own)
+        for kind, ranks in dict.fromkeys(sets):
+            says = {rank: told[rank].get((kind, topic)) for rank in ranks if rank in told}
+            yield {rank: own or {} for rank, own in says.items() if own is not None or topic is not Topic.REPLICAS}
 
 
 def _error(topic: Topic, facts: Mapping[int, Facts], found: list[Difference]) -> MegascaleError:
