@@ -163,7 +163,7 @@ class GradStats:
 
 
 def measure(
-    grads: Sequence[Tensor],
+    grads: TensorList,
     weights: GradWeights,
     errors: Tensor,
     scaled: bool,
@@ -188,21 +188,19 @@ def measure(
         vector[Statistic.ERRORS] = errors
         vector[Statistic.SCALED].fill_(float(scaled))
         return GradStats(vector, None)
-    if isinstance(grads, TensorList) and grads.forms.devices == {device}:
+    if grads.forms.devices == {device}:
         stats = backend.measure(grads, count_zeros)
     else:
         stats = _measure_by_device(grads, backend, count_zeros, device)
     return GradStats(backend.total(stats, weights, errors, float(scaled)), stats.non_finite)
 
 
-def _measure_by_device(
-    grads: Sequence[Tensor], backend: Backend, count_zeros: bool, device: torch.device
-) -> TensorStats:
+def _measure_by_device(grads: TensorList, backend: Backend, count_zeros: bool, device: torch.device) -> TensorStats:
     """Measure each device's gradients there and bring the statistics to ``device``, in the order of ``grads``."""
-    devices = TensorList.of(grads).forms.devices
-    if devices == {device}:
-        return backend.measure(grads, count_zeros)
-    parts = {place: backend.measure([grad for grad in grads if grad.device == place], count_zeros) for place in devices}
+    parts = {
+        place: backend.measure([grad for grad in grads if grad.device == place], count_zeros)
+        for place in grads.forms.devices
+    }
     runs = [(place, len(list(run))) for place, run in groupby(grad.device for grad in grads)]
 
     def gathered(name: str) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megascale.errors import ArgumentError, GradientError, MegascaleError, UsageError
 from megascale.grad_sync.grad_hook import owner_of, require_unowned
@@ -278,20 +278,6 @@ class ReadyGrads:
 
     def _column(self, values: list[float]) -> Tensor:
         return to_device_async(torch.tensor(values, dtype=stats_dtype(self._device), device="cpu"), self._device)
-
-
-def absent_of(updates: Sequence[PendingUpdate], main_params: MainParams) -> dict[str, nn.Parameter]:
-    """Return, by name, the parameters that are not updated: of those that are sharded, or that have a main param."""
-    everywhere = main_params.all_sharded_params()
-    num_updated = sum(len(update.params) for update in updates)
-    if not everywhere:
-        if num_updated == sum(map(len, main_params.ordered)):
-            return {}
-        everywhere = {param.name: param.model for param in main_params}
-    if num_updated == len(everywhere):
-        return {}
-    present = {id(param.model) for update in updates for param in update.params}
-    return {name: param for name, param in everywhere.items() if id(param) not in present}
 
 
 def _misplaced(name: str) -> GradientError:

@@ -20,7 +20,7 @@ from megascale.step.compute_choice import ComputeChoice
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
-from megascale.step.local_grads import Collected, ReadyGrads, absent_of, checked_grads
+from megascale.step.local_grads import Collected, ReadyGrads, checked_grads
 from megascale.step.offload_tuner import OffloadTuner, Proposal, hidden_fraction, needed_fraction
 from megascale.step.relocation import among, relocate
 from megascale.step.torch_states import is_per_element
@@ -279,8 +279,22 @@ class StepMember:
         )
 
     def absent(self, collected: Collected) -> dict[str, nn.Parameter]:
-        """Return, by name, parameters that other ranks have, too, but that this rank leaves out."""
-        return {} if self.replicas_may_differ else absent_of(collected.updates, self.main_params)
+        """Return, by name, parameters that other ranks have, too, but that this rank leaves out.
+
+        They are sharded, or have a main param.
+        """
+        if self.replicas_may_differ:
+            return {}
+        everywhere = self.main_params.all_sharded_params()
+        num_updated = sum(len(update.params) for update in collected.updates)
+        if not everywhere:
+            if num_updated == sum(map(len, self.main_params.ordered)):
+                return {}
+            everywhere = {param.name: param.model for param in self.main_params}
+        if num_updated == len(everywhere):
+            return {}
+        present = {id(param.model) for update in collected.updates for param in update.params}
+        return {name: param for name, param in everywhere.items() if id(param) not in present}
 
     # After it
 
@@ -300,11 +314,6 @@ class StepMember:
             unit = UpdateUnit(update.unit.group, update.unit.params)  # they may lie elsewhere by now
             checked.append(replace(update, unit=unit, grads=checked_grads(unit, update.grads)))
         return replace(ready, updates=self.update.prepare(checked))
-
-    def skip_update(self, ready: ReadyStep) -> None:
-        """Update nothing, and let other ranks have what they gather from this one."""
-        for update in ready.updates:
-            self.main_params.mark_written(update.unit)
 
     def memory_layout(self) -> list[object]:
         """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""

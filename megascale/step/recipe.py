@@ -38,6 +38,7 @@ from megascale.step.arguments import refuse_fake_mode, require_values
 from megascale.step.deferred_errors import DeferredErrors
 from megascale.step.facts import FactsOfSteps
 from megascale.step.grad_stats import GradStats
+from megascale.step.held_grads import HeldGrads
 from megascale.step.local_grads import Collected
 from megascale.step.member import ReadyStep, StepMember
 from megascale.step.misuse import (
@@ -147,7 +148,7 @@ class StepRecipe:
 
         All ranks must have zeroed them, or none: a step that is held exchanges no statistics again.
         """
-        if self.members[0].held is not None and self._is_held():
+        if self.members[0].held is not None and self._held():
             return self.apply(as_measured=True)
         self.prepare(error)
         return self._take(self._ready(_UNPREPARED))
@@ -412,10 +413,10 @@ class StepRecipe:
         for member in self.members:
             member.counter.count(decision.found_inf, on_host=not is_capturing(member.device))
 
-    def _is_held(self) -> bool:
-        """Return whether a decided step waits for the gradients that are there: none were zeroed since."""
-        held = [member.held for member in self.members]
-        return all(held) and not any(one is not None and one.are_zeroed for one in held)
+    def _held(self) -> list[HeldGrads]:
+        """Return the gradients that a decided step waits to take, of all members; none if any were zeroed since."""
+        held = [member.held for member in self.members if member.held is not None]
+        return [] if len(held) < len(self.members) or any(one.are_zeroed for one in held) else held
 
     def _measured_twice(self, scaled: bool) -> UsageError | None:
         """Return an error if the gradients are those that a held step has measured, and rescaled the loss after.
@@ -423,8 +424,8 @@ class StepRecipe:
         ``scaled``: whether the scale was read since. Then gradients that were written in place can be those of another
         loss.
         """
-        held = [member.held for member in self.members if member.held is not None]
-        if not self._is_held() or not any(one.are_there for one in held):
+        held = self._held()
+        if not any(one.are_there for one in held):
             return None
         if any(one.replaced() or (scaled and one.written()) for one in held):
             return None
@@ -448,7 +449,8 @@ class StepRecipe:
                 raise
             self.errors.record(error)
         for member, own in zip(self.members, ready, strict=True):
-            member.skip_update(own)
+            for update in own.updates:
+                member.main_params.mark_written(update.unit)  # other ranks gather it from this one
         return [replace(own, updates=[]) for own in ready]
 
     def _apply_members(self, ready: Sequence[ReadyStep]) -> list[OverflowFlags]:

@@ -18,7 +18,7 @@ from megascale import MixedPrecisionOptimizer, StepGraph
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.grad_sync.synced_bucket import SyncedBucket
-from megascale.kernels import GradWeights, Statistic
+from megascale.kernels import GradWeights, Statistic, TensorList
 from megascale.kernels.reference import ReferenceBackend
 from megascale.step import recipe
 from megascale.step.grad_stats import measure
@@ -67,7 +67,9 @@ def _without_gradients(device: FakeDevice) -> tuple[list[str], list[float]]:
     weights = GradWeights(*[torch.empty(0, dtype=torch.float64, device="cuda")] * 2)
     backend = ReferenceBackend()
     with device.watch() as seen:
-        stats = measure([], weights, errors, True, backend=backend, count_zeros=True, device=torch.device("cuda"))
+        stats = measure(
+            TensorList(), weights, errors, True, backend=backend, count_zeros=True, device=torch.device("cuda")
+        )
     return [str(call) for call in seen if call.makes_host_wait()], stats.vector.tolist()
 
 
