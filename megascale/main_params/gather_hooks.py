@@ -45,33 +45,34 @@ class GatherHooks:
     """Makes modules wait for ``gather``, as long as that lives.
 
     Attributes:
+        gather: what modules wait for.
         awaited: by ``id``, parameters that modules were seen to wait for.
     """
 
     def __init__(self, gather: Gather) -> None:
         self.awaited: set[int] = set()
-        self._gather = ref(gather)
+        self.gather = ref(gather)
         self._handles: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
         self._before: WeakKeyDictionary[nn.Module, _BeforeForward] = WeakKeyDictionary()
         self._regions: WeakKeyDictionary[nn.Module, CompiledRegion] = WeakKeyDictionary()
-        self.remove = finalize(gather, _remove, self._handles, self._gather)
+        self.remove = finalize(gather, _remove, self._handles, self.gather)
         self.remove.atexit = False
 
     def add(self, roots: Iterable[nn.Module]) -> None:
         """Hook the modules in ``roots`` that are not hooked yet."""
         for module in (module for root in roots for module in root.modules()):
             if module not in self._handles:
-                before = self._before[module] = _BeforeForward(self._gather, self)
+                before = self._before[module] = _BeforeForward(self.gather, self)
                 CompiledCall.replace(module, self)
                 self._handles[module] = [
                     # Before other hooks: FSDP2's and spectral_norm's read parameters.
                     module.register_forward_pre_hook(before, prepend=True),
-                    module.register_state_dict_pre_hook(_BeforeStateDict(self._gather)),
-                    module.register_load_state_dict_pre_hook(_BeforeStateDict(self._gather)),
+                    module.register_state_dict_pre_hook(_BeforeStateDict(self.gather)),
+                    module.register_load_state_dict_pre_hook(_BeforeStateDict(self.gather)),
                 ]
                 for name in READERS:
                     if hasattr(module, name):
-                        _WaitingMethod.of(module, name).gathers.add(self._gather)
+                        _WaitingMethod.of(module, name).gathers.add(self.gather)
 
     def __contains__(self, module: nn.Module) -> bool:
         """Whether a module has hooks."""
@@ -97,7 +98,7 @@ class GatherHooks:
             for inner in module.modules():
                 if inner is not module or outside:
                     self._before[inner].regions.append(region)
-        gather = self._gather()
+        gather = self.gather()
         if gather is not None:
             gather.wait_for(module.parameters())
         region.is_whole = True
@@ -123,20 +124,21 @@ class CompiledCall:
 
     def __init__(self, module: nn.Module, compiled: Callable[..., Any], hooks: GatherHooks) -> None:
         self.compiled = compiled
-        self._module, self._hooks = ref(module), hooks
+        self.hooks = hooks
+        self._module = ref(module)
 
     @classmethod
     def replace(cls, module: nn.Module, hooks: GatherHooks) -> None:
         """Replace the compiled call of a module, if it has one that does not wait yet."""
         call = module._compiled_call_impl
-        if call is not None and not (isinstance(call, cls) and call._hooks is hooks):
+        if call is not None and not (isinstance(call, cls) and call.hooks is hooks):
             module._compiled_call_impl = cls(module, call, hooks)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Wait, then call."""
         module = self._module()
         if module is not None:
-            self._hooks.enter_region(module, outside=True)
+            self.hooks.enter_region(module, outside=True)
         return self.compiled(*args, **options)
 
 
@@ -144,8 +146,9 @@ def _remove(handles: "WeakKeyDictionary[nn.Module, list[RemovableHandle]]", gath
     for module, hooks in handles.items():
         for hook in hooks:
             hook.remove()
-        if isinstance(module._compiled_call_impl, CompiledCall):
-            module._compiled_call_impl = module._compiled_call_impl.compiled
+        call = module._compiled_call_impl
+        if isinstance(call, CompiledCall) and call.hooks.gather is gather:  # another optimizer's stays
+            module._compiled_call_impl = call.compiled
         for name in READERS:
             method = module.__dict__.get(name)
             if isinstance(method, _WaitingMethod):

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -77,6 +78,19 @@ def test_waits_come_before_other_hooks() -> None:
     GatherHooks(waits).add([module])
     module(torch.ones(1, 2))
     assert waits.seen == [2, "read"]
+
+
+@pytest.mark.parametrize("is_outer", [False, True])
+def test_a_compiled_call_waits_for_the_gather_that_stays(is_outer: bool) -> None:
+    """Of two optimizers of a module compiled in place one is dropped: its graph still begins after the other's wait."""
+    module, kept, gone = nn.Linear(2, 2), _Waits(), _Waits()
+    module.compile(backend="eager", fullgraph=True)
+    for waits in (gone, kept) if is_outer else (kept, gone):
+        GatherHooks(waits).add([module])
+    del gone, waits
+    gc.collect()
+    module(torch.ones(1, 2))
+    assert kept.seen == [2]
 
 
 def test_what_a_module_does_itself_is_done_and_comes_back() -> None:
