@@ -1,7 +1,7 @@
 """Metrics of any training loop, without a host sync: loss and whatever you pass, gradient norm, scale, skips, times.
 
-:class:`StepMetrics` is the hook; what it records goes to sinks: :class:`CsvFile`, which ``python -m megascale report``
-draws, :class:`TensorBoard`, :class:`WeightsAndBiases`, or any object with the methods of :class:`Sink`.
+:class:`StepMetrics` is the hook; what it records goes to sinks: :class:`CsvFile`, :class:`TensorBoard`,
+:class:`WeightsAndBiases`, or any object with the methods of :class:`Sink`.
 """
 
 from megascale.metrics.boards import TensorBoard, WeightsAndBiases

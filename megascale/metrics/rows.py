@@ -1,7 +1,6 @@
 """The rows that a run leaves: one of each step in its table, one of each gradient that made a step skip in a JSON file.
 
-:class:`megascale.metrics.StepMetrics` and ``megascale train`` write the first kind, :mod:`megascale.debug` the second;
-the report draws both.
+:class:`megascale.metrics.StepMetrics` and ``megascale train`` write the first kind, :mod:`megascale.debug` the second.
 """
 
 import json

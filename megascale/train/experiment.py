@@ -10,18 +10,20 @@ Every run is the command that its row shows, in a process of its own. Further ar
 
 import csv
 import json
+import math
 import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megascale.errors import ArgumentError, RunError
-from megascale.metrics.rows import TABLE
-from megascale.report.runs import read_run
+from megascale.metrics.rows import STEP, TABLE, parsed
+from megascale.metrics.sinks import rows_before
 from megascale.utils.program import run_program
 
 RUNS: dict[str, tuple[str, ...]] = {
@@ -69,7 +71,7 @@ def outcome(run: str, seed: int, folder: Path) -> Outcome:
     """Read what a run left in its folder."""
     place = folder / f"seed_{seed}" / run
     summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
-    skipped = [value == 1 for value in read_run(place / TABLE).get("skipped").tolist()]
+    skipped = [parsed(row)["skipped"] == 1 for row in rows_before(place / TABLE, None)]
     return Outcome(
         run,
         seed,
@@ -167,7 +169,13 @@ def draw(seeds: Sequence[int], folder: Path) -> None:
     """Write ``figure.svg``: one colour for each run, one line for each of its seeds."""
     from megascale.train.experiment_picture import write_svg  # needs matplotlib
 
-    runs = [replace(read_run(folder / f"seed_{seed}" / run / TABLE), label=run) for run in RUNS for seed in seeds]
+    runs = {}
+    for run in RUNS:
+        tables = [rows_before(folder / f"seed_{seed}" / run / TABLE, None) for seed in seeds]
+        runs[run] = [
+            {name: np.array([parsed(row).get(name, math.nan) for row in rows]) for name in (STEP, "loss", "scale")}
+            for rows in tables
+        ]
     write_svg(runs, folder / "figure.svg")
 
 

@@ -435,25 +435,6 @@ def test_peers_of_8_bits_are_compared_with_ours(tmp_path: Path) -> None:
     assert rows[0]["ours, 8-bit moments / it"] == "1.00 (1.00 to 1.00)"
 
 
-def test_a_collapse_names_its_culprit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The picture has the first step whose loss was lost and the module; a run without one is refused."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    collapse = importlib.import_module("collapse")
-    (tmp_path / "metrics.csv").write_text("step,loss,scale,skipped\n0,3,8,0\n1,4,4,1\n2,nan,2,1\n")
-    early = '{"step": 1, "parameter": "a", "num_inf": 1, "num_nan": 0, "loss_finite": true, "module": null}\n'
-    (tmp_path / "overflows.jsonl").write_text(early)
-    with pytest.raises(ValueError, match=r"raise optimizer\.lr"):
-        collapse.main([str(tmp_path), "--out", str(tmp_path / "a.svg")])
-    lost = early.replace("1,", "2,", 1).replace("true", "false").replace("null", '"blocks.7"')
-    (tmp_path / "overflows.jsonl").write_text(early + lost)
-    collapse.main([str(tmp_path), "--out", str(tmp_path / "a.svg")])
-    drawn = (tmp_path / "a.svg").read_text()
-    assert "step 2: the loss is NaN" in drawn
-    assert "blocks.7" in drawn
-    assert "fill: #ffffff" not in drawn
-
-
 def test_the_training_curves_picture_is_of_the_committed_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,32 +445,3 @@ def test_the_training_curves_picture_is_of_the_committed_points(
     assert (tmp_path / "again.svg").read_text() == picture.OUT.read_text(), "python benchmarks/curve_picture.py"
     found = {(way, len(losses)) for way, at in picture.read_curves(picture.RESULTS).items() for losses in at.values()}
     assert found == {("fp32", 3), ("fp16", 3), ("compact", 3)}
-
-
-def test_muons_picture_is_of_the_committed_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn again from the table it is the same. Runs make a table of means of ten steps."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    curves = importlib.import_module("muon_curves")
-    curves.main(["--out", str(tmp_path / "again.svg")])
-    assert (tmp_path / "again.svg").read_text() == curves.OUT.read_text(), "python benchmarks/muon_curves.py"
-    assert {
-        (who, len(losses)) for who, steps in curves.read_curves(curves.RESULTS).items() for losses in steps.values()
-    } == {
-        ("AdamW", 3),
-        ("Muon", 3),
-    }
-    for name, base in (("adamw", 2), ("muon", 1)):
-        for seed in (0, 1):
-            folder = tmp_path / "runs" / f"{name}_seed_{seed}"
-            folder.mkdir(parents=True)
-            losses = [base + seed + 0.1 * step for step in range(25)]
-            (folder / "metrics.csv").write_text(
-                "step,loss\n" + "".join(f"{i},{loss}\n" for i, loss in enumerate(losses))
-            )
-    table = tmp_path / "table.csv"
-    curves.main(["--runs", str(tmp_path / "runs"), "--results", str(table), "--out", str(tmp_path / "a.svg")])
-    assert curves.read_curves(table) == {
-        "AdamW": {10: [2.45, 3.45], 20: [3.45, 4.45]},
-        "Muon": {10: [1.45, 2.45], 20: [2.45, 3.45]},
-    }
-    assert ">Muon</text>" in (tmp_path / "a.svg").read_text()

@@ -29,7 +29,6 @@ PROGRAMS = [
     ["megascale", "bench"],
     ["megascale", "info"],
     ["megascale", "estimate"],
-    ["megascale", "report"],
     ["megascale.checkpoint"],
     ["megascale.train"],
     ["megascale.train.experiment"],
@@ -66,7 +65,7 @@ def test_the_console_command_is_the_module(monkeypatch: pytest.MonkeyPatch, caps
         assert capsys.readouterr().out.startswith(f"usage: {name} [")
 
 
-COMMANDS = ("train", "experiment", "checkpoint", "report", "estimate", "info", "bench", "convert")
+COMMANDS = ("train", "experiment", "checkpoint", "estimate", "info", "bench", "convert")
 
 
 def test_one_command_has_them_all(capsys: pytest.CaptureFixture[str]) -> None:

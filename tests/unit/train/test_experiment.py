@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megascale.errors import ArgumentError
@@ -76,6 +77,31 @@ def test_picture_has_two_panels_and_names_at_the_lines(tmp_path: Path) -> None:
     assert len(picture) < 100_000
     assert "fill: #ffffff" not in picture
     assert "#000000" not in picture
+
+
+def test_no_spike_of_a_long_run_is_lost() -> None:
+    """Of 100,000 steps, 600 points are left, the one spike and the one drop among them; inf is left out."""
+    pytest.importorskip("matplotlib")
+    from megascale.train.experiment_picture import averaged, envelope
+
+    steps = np.arange(100_000.0)
+    values = np.sin(steps)
+    values[[5, 77_777, 99_999]] = [-50, 60, np.inf]
+    at, line = envelope(steps, values, 600)
+    assert 500 < len(at) <= 600
+    assert (at[line.argmax()], at[line.argmin()]) == (77_777, 5)
+    assert (np.diff(at) > 0).all()
+    middle, means = averaged(steps, np.floor(steps / 50_000), 2)
+    assert middle.tolist() == [24_999.5, 74_999.5]
+    assert means.tolist() == [0, 1]
+
+
+def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
+    """A process that was killed may leave a part of its last line."""
+    _leave(tmp_path, "no_scaling", 0, 0.5, [1, 0])
+    with open(tmp_path / "seed_0" / "no_scaling" / TABLE, "a") as stream:
+        stream.write("2,1")
+    assert outcome("no_scaling", 0, tmp_path).skipped_first == 1
 
 
 @pytest.mark.parametrize("seeds", ["", "0;1", "0,x", "0,,1"])

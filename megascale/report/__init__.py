@@ -1,1 +1,0 @@
-"""``python -m megascale report``: runs drawn as one page and one picture."""
