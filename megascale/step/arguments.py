@@ -39,6 +39,7 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
         )
     check_grad_scaler(grad_scaler)
     _check_meta(optimizer)
+    _check_fsdp1(optimizer)
     if config is not None:
         for field in ineffective(config, optimizer, grad_scaler, sharded=sharded):
             raise field.error()
@@ -73,6 +74,20 @@ def _check_meta(optimizer: torch.optim.Optimizer) -> None:
                 f"{what} {position} (of {len(params)}) is on the meta device and has no values; call "
                 "module.to_empty(device=...), load or initialise the weights, then build both optimizers"
             )
+
+
+def _check_fsdp1(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ArgumentError for parameters that FSDP1 has flattened, whole or as views (``use_orig_params=True``).
+
+    Each rank has other elements of them, which nothing but FSDP1 can tell: they look like replicas.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    position = next((index for index, param in enumerate(params) if getattr(param, "_fsdp_flattened", False)), None)
+    if position is not None:
+        raise ArgumentError(
+            f"parameter {position} (of {len(params)}) was flattened by FullyShardedDataParallel (FSDP1), which does "
+            "not say what of it this rank holds; shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
 
 
 def require_values(device: torch.device) -> None:

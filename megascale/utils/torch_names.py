@@ -143,6 +143,11 @@ NAMES = (
         "`import megascale.debug` fails and names it",
     ),
     # torch.distributed
+    TorchName(
+        "torch.distributed.fsdp._common_utils._fsdp_flattened",
+        "tells a parameter that FSDP1 has flattened, which is refused",
+        "nothing, until a step finds that gradients or parameters differ between ranks",
+    ),
     TorchName("torch.distributed.device_mesh.DeviceMesh._flatten", "the group over several dimensions of a mesh"),
     TorchName("torch.distributed.distributed_c10d._get_default_store", "RankWatch leaves its notices there"),
     TorchName(

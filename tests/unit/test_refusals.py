@@ -1,0 +1,87 @@
+"""One table of what is refused: the call, the class of its error, and the words of the message that name the way out.
+
+A row is for a mistake that a user is likely to make, with its likely spelling. What a refusal leaves unchanged, and
+which variants of the mistake it sees, are tests of their own beside the code. To add a row: a function that makes the
+mistake and raises, at module level, as it travels to the ranks by name.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer, cast_model
+from megascale.errors import ArgumentError
+from tests.pool import RankPool
+
+
+class Refusal(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        mistake: what the caller does, in words: the test's id.
+        call: does it, and raises.
+        error: its class.
+        words: of the message: they name the way out.
+        num_ranks: on how many ranks ``call`` is made, each of which raises the same error; 0: in this process.
+    """
+
+    mistake: str
+    call: Callable[[], Any]
+    error: type[Exception]
+    words: str
+    num_ranks: int = 0
+
+
+def _model() -> nn.Module:
+    return cast_model(nn.Linear(4, 4), torch.bfloat16)
+
+
+def _under_fsdp1(use_orig_params: bool) -> None:
+    model = FullyShardedDataParallel(_model(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters()))
+
+
+def _fsdp1() -> None:
+    _under_fsdp1(use_orig_params=False)
+
+
+def _fsdp1_with_views() -> None:
+    _under_fsdp1(use_orig_params=True)
+
+
+def _fsdp1_zero1() -> None:
+    model = FullyShardedDataParallel(_model(), use_orig_params=True, device_id=torch.device("cpu"))
+    DistributedOptimizer(torch.optim.AdamW(model.parameters()), modules=model)
+
+
+ROWS = [
+    Refusal("FSDP1", _fsdp1, ArgumentError, "torch.distributed.fsdp.fully_shard (FSDP2)", 2),
+    Refusal("FSDP1, use_orig_params=True", _fsdp1_with_views, ArgumentError, "fully_shard (FSDP2)", 2),
+    Refusal("ZeRO-1 over FSDP1", _fsdp1_zero1, ArgumentError, "fully_shard (FSDP2)", 2),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.mistake for row in ROWS])
+def test_mistake_is_refused(row: Refusal, ranks: RankPool) -> None:
+    """A likely mistake is an error of its own class, alike on every rank, whose message names the way out."""
+    told = ranks.run(row.num_ranks, _told, row.call) if row.num_ranks else [_told(row.call)]
+    assert set(told) == {told[0]}, "each rank raises the same"
+    kind, message = told[0]
+    assert kind is row.error, message
+    assert row.words in message
+
+
+def _told(call: Callable[[], Any]) -> tuple[type[Exception], str]:
+    """Return the class and the message of what ``call`` raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is: the test compares it
+        call()
+    return type(caught.value), str(caught.value)
+
+
+def test_mistakes_have_names_of_their_own() -> None:
+    """A test that fails names one row."""
+    assert len({row.mistake for row in ROWS}) == len(ROWS)
