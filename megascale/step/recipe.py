@@ -53,6 +53,7 @@ from megascale.step.overflows import OverflowRecorder
 from megascale.step.result import CapturedStep, StepResult
 from megascale.step.spikes import NormStatistics, SpikeJudge
 from megascale.step.stalls import StallWatch
+from megascale.step.uneven_batches import JoinGuard
 from megascale.step.update import OverflowFlags
 from megascale.utils import validate
 from megascale.utils.collectives import all_gather_object, group_size
@@ -97,6 +98,7 @@ class StepRecipe:
         self.clip_grad = clip_grad
         self.errors = DeferredErrors(groups, members[0].device)
         self._facts = FactsOfSteps(groups)
+        self._join_guard = JoinGuard()
         self.grads_are_scaled = grads_are_scaled
         self.last_result: StepResult | None = None
         self.chain: weakref.ref[StepRecipe] | None = None
@@ -346,6 +348,8 @@ class StepRecipe:
             self.groups.require_alone()
         require_values(self.members[0].device)
         refuse_fake_mode(chain.from_iterable(map(_MAIN_PARAMS, self.members)))
+        if not self.errors.consensus.is_alone:
+            self._join_guard.check(param.model for member in self.members for param in member.main_params)
 
     def _is_loss_scaled(self) -> bool:
         """Return whether the gradients can be those of a scaled loss, as far as this rank knows.

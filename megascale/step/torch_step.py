@@ -24,7 +24,7 @@ from megascale.step.kernel_state import rate
 from megascale.step.own_state import check_options, check_state, complete_state
 from megascale.step.torch_states import state_of, widen, with_tensor_counts
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
-from megascale.utils.dtensors import dtensor_like, to_local
+from megascale.utils.dtensors import dtensor_like, is_cut, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.wording import either
 
@@ -142,9 +142,16 @@ class GeneralUpdate(InnerUpdate):
         for pending in updates:
             mark_written(pending.unit)
         if failure is not None:
+            remedy = "mend the cause, then load a checkpoint or a state dict"
+            if any(is_cut(param.model) for param in params):
+                remedy = (
+                    "if it cannot compute with DTensors, which fully_shard() and tensor parallelism make of "
+                    "parameters: leave the model plain and build DistributedOptimizer(..., shard='parameters'), which "
+                    f"gives it whole tensors; else {remedy}"
+                )
             raise InnerStepError(
                 f"{type(self.optimizer).__name__}.step() raised {type(failure).__name__}: {failure}; some main params "
-                "may be updated and others not: mend the cause, then load a checkpoint or a state dict"
+                f"may be updated and others not: {remedy}"
             ) from failure
         return overflow_flags
 

@@ -148,6 +148,11 @@ NAMES = (
         "tells a parameter that FSDP1 has flattened, which is refused",
         "nothing, until a step finds that gradients or parameters differ between ranks",
     ),
+    TorchName(
+        "torch.distributed.algorithms.join.Joinable._join_config",
+        "tells that a DistributedDataParallel is inside of join(), where a step is refused",
+        "nothing, until a rank has run out of batches: then torch ends the processes, or ranks wait",
+    ),
     TorchName("torch.distributed.device_mesh.DeviceMesh._flatten", "the group over several dimensions of a mesh"),
     TorchName("torch.distributed.distributed_c10d._get_default_store", "RankWatch leaves its notices there"),
     TorchName(

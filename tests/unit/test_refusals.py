@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, cast_model
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, InnerStepError, UsageError
 from tests.pool import RankPool
+from tests.whole_optimizers import Shampoo
 
 
 class Refusal(NamedTuple):
@@ -58,10 +61,32 @@ def _fsdp1_zero1() -> None:
     DistributedOptimizer(torch.optim.AdamW(model.parameters()), modules=model)
 
 
+def _uneven_batches() -> None:
+    wrapped = DistributedDataParallel(_model())
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(wrapped.parameters()))
+    with wrapped.join():
+        for _ in range(3 + dist.get_rank()):
+            optimizer.zero_grad()
+            wrapped(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
+            optimizer.step()
+
+
+def _whole_matrices_under_fsdp2() -> None:
+    model = _model()
+    fully_shard(model)
+    optimizer = MixedPrecisionOptimizer(Shampoo(model.named_parameters()))
+    for _ in range(2):  # an error of step() is raised by the next one, on every rank
+        optimizer.zero_grad()
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+
+
 ROWS = [
     Refusal("FSDP1", _fsdp1, ArgumentError, "torch.distributed.fsdp.fully_shard (FSDP2)", 2),
     Refusal("FSDP1, use_orig_params=True", _fsdp1_with_views, ArgumentError, "fully_shard (FSDP2)", 2),
     Refusal("ZeRO-1 over FSDP1", _fsdp1_zero1, ArgumentError, "fully_shard (FSDP2)", 2),
+    Refusal("DDP.join() with uneven batches", _uneven_batches, UsageError, "throw_on_early_termination=True", 2),
+    Refusal("SOAP or Shampoo under FSDP2", _whole_matrices_under_fsdp2, InnerStepError, "shard='parameters'", 2),
 ]
 
 
