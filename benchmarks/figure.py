@@ -115,7 +115,7 @@ def bytes_per_parameter() -> str:
     }
     layouts: dict[str, dict[str, Any]] = {
         "One GPU": {},
-        "8 GPUs, state sharded": {"ranks": 8, "sharding": "distributed"},
+        "8 GPUs, state sharded": {"ranks": 8, "sharding": "zero1"},
     }
     shapes: list[str] = []
     end = 0.0

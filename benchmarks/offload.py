@@ -8,8 +8,7 @@ go on. *held*, *with gradients*, *at most*: bytes of the device per parameter, a
 iterations, between backward and step, and in between, with activations. The last column says whether the weights have
 the bits of the first row's.
 
-Second table: the parts of such a step, each measured alone, and beside each iteration the one that follows from the
-parts by :func:`megascale.estimation.timeline.timeline`.
+Second table: the parts of such a step, each measured alone.
 
 Third table: ``offload()`` and ``reload()`` of the first row's optimizer, until the copies have ended, and plain
 copies of pinned memory. Every row that fails has its reason; rows that come after ``--seconds`` are left out.
@@ -20,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
-from megascale.cli import bench_offload
-from megascale.estimation import estimate
-from megascale.estimation.timeline import Machine, timeline
-from megascale.estimation.traffic import ON_HOST
+from megascale.kernels import NativeBackend, host_backend
 
 WAYS: dict[str, dict[str, Any]] = {
     "on the device": {},
@@ -162,48 +159,56 @@ def _finds_its_fraction(name: str) -> bool:
     return WAYS[name].get("optimizer_offload_fraction") == "auto"
 
 
-def rows_of_parts(device: torch.device, shapes: list[torch.Size], tokens: int, measured: dict[str, Row]) -> list[str]:
-    """Return the second table: what a step consists of, and the iterations that follow, beside those of ``measured``.
-
-    ``shapes``: of the parameters.
-    """
+def rows_of_parts(device: torch.device, shapes: list[torch.Size], tokens: int, alone: float) -> list[str]:
+    """Return the second table. ``shapes``: of the parameters; ``alone``: seconds of forward and backward."""
     numel = sum(shape.numel() for shape in shapes)
     count = max(1, len(shapes) // 4)
     host = MixedPrecisionOptimizer(
         torch.optim.AdamW(host_params(shapes[:count]), lr=1e-4), OptimizerConfig(bf16=True, clip_grad=1.0)
     )
-    update, threads = bench_offload.update_seconds(host, 3.0)
-    options: dict[str, Any] = {"precision": "bf16"}
-    there = estimate(shapes[:count], **options, optimizer_cpu_offload=True)
-    _, bus = bench_offload.bus_bandwidths(device, 2.0, lambda work, where: timed(where, work) / 1e3)
-    probe = torch.zeros(1 << 26, device=device)
-    memory = 2 * probe.nbytes / min(timed(device, lambda: probe.mul_(1.0)) / 1e3 for _ in range(20))
-    alone = measured[next(iter(WAYS))].alone / 1e3
-    machine = Machine(
-        flops=6 * numel * tokens / alone,
-        memory_bandwidth=memory,
-        bus_bandwidth=bus,
-        host_bandwidth=there.offload[ON_HOST] / update,
-    )
-    grads = 2 * numel
-    rows = [
+    update, threads = update_seconds(host, 3.0)
+    moved = 28 * sum(shape.numel() for shape in shapes[:count])
+    copies = seconds_of_copies(device, 2 * numel)
+    return [
         "| part of a step, measured alone | GB | ms | per second |",
         "|---|---|---|---|",
-        f"| forward and backward | - | {alone * 1e3:.1f} | {machine.flops / 1e12:.0f} TFLOP |",
-        f"| gradients to the host, or weights back, both ways at once | {grads / 1e9:.2f} | {grads / bus * 1e3:.1f} "
-        f"| {bus / 1e9:.1f} GB |",
-        f"| the update in host memory, {threads} threads, of {count} of {len(shapes)} layers | "
-        f"{there.offload[ON_HOST] / 1e9:.2f} | {update * 1e3:.1f} | {machine.host_bandwidth / 1e9:.1f} GB |",
-        "",
-        "| main params and state | iteration by these parts, ms | measured, ms | measured / by parts |",
-        "|---|---|---|---|",
+        f"| forward and backward | - | {alone * 1e3:.1f} | {6 * numel * tokens / alone / 1e12:.0f} TFLOP |",
+        f"| gradients to the host, and weights back at the same time | {2 * numel / 1e9:.2f} each way "
+        f"| {copies * 1e3:.1f} | {2 * numel / copies / 1e9:.1f} GB each way |",
+        f"| the update in host memory, {threads} threads, of {count} of {len(shapes)} layers | {moved / 1e9:.2f} "
+        f"| {update * 1e3:.1f} | {moved / update / 1e9:.1f} GB |",
     ]
-    for name, way in WAYS.items():
-        if name in measured and not _finds_its_fraction(name):
-            paper = timeline(estimate(shapes, **options, **way), machine, tokens=tokens).total * 1e3
-            taken = measured[name].iteration
-            rows.append(f"| {name} | {paper:.1f} | {taken:.1f} | {taken / paper:.2f} |")
-    return rows
+
+
+def seconds_of_copies(device: torch.device, nbytes: int) -> float:
+    """Return the seconds in which ``nbytes`` travel to the host and as many to the device, at the same time."""
+    pin = device.type != "cpu"
+    there = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    here = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin) for _ in range(2)]
+    side = torch.Stream(device) if pin else nullcontext()
+
+    def both() -> None:
+        here[0].copy_(there[0], non_blocking=True)
+        with side:
+            there[1].copy_(here[1], non_blocking=True)
+
+    timed(device, both)
+    return statistics.median(timed(device, both) for _ in range(5)) / 1e3
+
+
+def update_seconds(host: MixedPrecisionOptimizer, seconds: float) -> tuple[float, int]:
+    """Return the median of an update whose statistics are known, with the threads of an offloaded one, and these."""
+    backend, before = host_backend(), torch.get_num_threads()
+    threads = backend.num_threads() if isinstance(backend, NativeBackend) else before
+    torch.set_num_threads(threads)
+    end, found = time.perf_counter() + seconds, list[float]()
+    while len(found) < 2 or time.perf_counter() < end:
+        host.prepare_grads()
+        start = time.perf_counter()
+        host.step_with_ready_grads()
+        found.append(time.perf_counter() - start)
+    torch.set_num_threads(before)
+    return statistics.median(found[1:]), threads
 
 
 def host_params(shapes: Sequence[torch.Size]) -> list[nn.Parameter]:
@@ -263,7 +268,7 @@ def measure(given: argparse.Namespace, device: torch.device) -> tuple[list[str],
             torch.accelerator.empty_cache()
         print(rows[-1], f"{time.perf_counter() - begin:.0f} s", flush=True)
     if next(iter(WAYS)) in measured:
-        parts = rows_of_parts(device, shapes, given.tokens, measured)
+        parts = rows_of_parts(device, shapes, given.tokens, measured[next(iter(WAYS))].alone / 1e3)
     return rows, parts, moves
 
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-from megascale.cli import bench, convert, estimate, info
+from megascale.cli import convert, estimate, info
 from megascale.utils import spelling
 from megascale.utils.program import run_program
 
@@ -32,7 +32,7 @@ class Command(Protocol):
         """Run the command. Returns the exit status."""
 
 
-COMMANDS: tuple[Command, ...] = (convert, info, bench, estimate)
+COMMANDS: tuple[Command, ...] = (convert, info, estimate)
 
 PROGRAMS = {
     "train": ("megascale.train.__main__:main", "train one of two small tasks, alone or under torchrun"),

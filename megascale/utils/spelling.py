@@ -17,9 +17,11 @@ _ELSEWHERE = {
     "gradient_clipping": "clip_grad",
     "gradient_clip_val": "clip_grad",
     "loss_scaler": "grad_scaler",
-    "zero1": "distributed",
-    "zero": "distributed",
-    "ddp": "replicated",
+    "distributed": "zero1",
+    "zero": "zero1",
+    "replicated": "ddp",
+    "fsdp": "fsdp2",
+    "zero3": "fsdp2",
 }
 """What torch, Transformers, DeepSpeed, Lightning and Megatron call an argument of ours, or a value of one."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -16,7 +16,7 @@ import torch
 
 import megascale.checkpoint
 from megascale.checkpoint.__main__ import main as checkpoint
-from megascale.cli import bench, bench_offload, info
+from megascale.cli import info
 from megascale.cli import main as tools
 from megascale.train.__main__ import main as train
 from megascale.train.config import TrainConfig, load_config, usage
@@ -26,7 +26,6 @@ from tests.unit.interop.checkpoints import SCALER
 PROGRAMS = [
     ["megascale"],
     ["megascale", "convert"],
-    ["megascale", "bench"],
     ["megascale", "info"],
     ["megascale", "estimate"],
     ["megascale.checkpoint"],
@@ -65,7 +64,7 @@ def test_the_console_command_is_the_module(monkeypatch: pytest.MonkeyPatch, caps
         assert capsys.readouterr().out.startswith(f"usage: {name} [")
 
 
-COMMANDS = ("train", "experiment", "checkpoint", "estimate", "info", "bench", "convert")
+COMMANDS = ("train", "experiment", "checkpoint", "estimate", "info", "convert")
 
 
 def test_one_command_has_them_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,156 +147,6 @@ def test_info_of_a_backend_that_was_asked_for(
     said = _info(capsys)
     assert said[label].startswith(expected)
     assert f"MEGASCALE_BACKEND={asked}" in said["environment"]
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_bench_says_time_bytes_and_bandwidth(
-    dtype: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One line for each figure."""
-    monkeypatch.setattr(bench, "PROBE_BYTES", 1 << 16)
-    assert tools(["bench", "--numel", "1e4", "--tensors", "7", "--dtype", dtype, "--seconds", "0.05"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert f"9,996 {dtype} parameters in 7 tensors" in lines[0]
-    assert [line.split()[0] for line in lines[1:6]] == ["step", "moved", "bandwidth", "share", "torch"]
-    assert ("GradScaler" in lines[6]) == (dtype == "fp16")
-
-
-@pytest.mark.parametrize(("dtype", "moved"), [("fp16", 30), ("bf16", 30), ("fp32", 32)])
-def test_bench_counts_the_bytes_of_a_step(dtype: str, moved: int) -> None:
-    """Read and written once: 16-bit gradients and weights, main params, both moments; and the gradients' norm."""
-    assert bench.bytes_per_parameter(bench.DTYPES[dtype]) == moved
-
-
-THREE = bench.Timed(step=[0.010, 0.012, 0.050], probe=[0.10, 0.11, 0.10], torch=[0.020, 0.021, 0.050])
-"""Times of three rounds."""
-
-
-def test_bench_shows_medians_between_the_extremes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every figure; ratios are of one round, so that a slow round, slow for both sides, does not bend them."""
-    monkeypatch.setattr(bench, "PROBE_BYTES", 10**9)
-    assert bench.told(THREE, 30, 10**7, scales=False) == [
-        "step        12.00 (10.00 to 50.00) ms, median of 3 rounds",
-        "moved       30 bytes per parameter, 25.00 (6.00 to 30.00) GB/s",
-        "bandwidth   20.00 (18.18 to 20.00) GB/s, read and written back in place, in the same rounds",
-        "share       1.38 (0.30 to 1.50) of the bandwidth in the same round",
-        "torch       21.00 (20.00 to 50.00) ms, megascale takes 0.57 (0.50 to 1.00) of this in the same round",
-        "            fp32 parameters, clip_grad_norm_, fused AdamW",
-    ]
-
-
-def test_bench_takes_turns() -> None:
-    """Every round has each of the three once, in one order; the first rounds are not counted."""
-    calls: list[str] = []
-    timed = bench._timed(
-        lambda: calls.append("step"),
-        lambda: calls.append("probe"),
-        torch.device("cpu"),
-        1e-9,
-        lambda: calls.append("t"),
-    )
-    assert calls == ["step", "probe", "t"] * bench.WARM_UP + ["probe", "step", "t"]
-    assert [len(times) for times in timed] == [1, 1, 1]
-
-
-CPU = torch.device("cpu")
-
-
-def test_bench_says_that_a_machine_is_busy() -> None:
-    """Half of the rounds take much longer than the shortest one, or the machine was loaded before the first: what is
-    printed names which, the shortest rounds, and the remedy.
-    """
-    quiet = bench.Timed(step=[0.010, 0.011, 0.050] * 2, probe=[0.10, 0.11, 0.10] * 2, torch=[0.020, 0.021, 0.022] * 2)
-    assert bench.doubts(quiet, 0.1, CPU) == bench.doubts(quiet, None, CPU) == []
-    reason, remedy, shortest = bench.doubts(quiet._replace(torch=[0.020, 0.030, 0.040] * 2), 0.1, CPU)
-    assert "half of the rounds took 1.50 times the shortest one or more: other programs use this machine" in reason
-    assert "Do not quote these times." in reason
-    assert "OMP_NUM_THREADS" in remedy
-    assert "step 10.00 ms, torch 20.00 ms (0.50 of this)" in shortest
-    assert "the load was 0.90 per core before the first round: other" in bench.doubts(quiet, 0.9, CPU)[0]
-    assert bench.doubts(quiet, 0.9, torch.device("cuda")) == []  # a GPU's times are its own
-
-
-def test_bench_says_that_rounds_are_few() -> None:
-    """A median of three is no measurement: the option that makes more is named."""
-    assert "few         3 rounds of 5: a median means little. Measure longer: --seconds" in bench.doubts(
-        THREE, 0.0, CPU
-    )
-
-
-def test_bench_measures_torchs_optimizer_at_work() -> None:
-    """What stands beside megascale clips, updates the weights, and does so round after round."""
-    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    for param in weights:
-        param.grad = torch.full_like(param, 0.5)
-    step = bench.torchs_step(weights, scales=True)
-    before = weights[0].clone()
-    step()
-    after = weights[0].clone()
-    step()
-    assert (before != after).all()
-    assert (after != weights[0]).all()
-    norms = [param.grad.norm() for param in weights if param.grad is not None]
-    assert torch.stack(norms).norm().item() == pytest.approx(1.0, rel=1e-5)
-
-
-def test_bench_runs_on_the_cpu_where_torchs_accelerator_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As with the usual torch, which was built for CUDA, on a machine without a GPU."""
-    built_for = torch.device("cuda")
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else built_for
-    )
-    monkeypatch.setattr(bench, "PROBE_BYTES", 1 << 16)
-    monkeypatch.setattr(bench, "PROBE_SECONDS", 0.02)
-    assert tools(["bench", "--numel", "1e4", "--tensors", "7", "--seconds", "0.05"]) == 0
-    assert "on cpu" in capsys.readouterr().out
-    assert tools(["estimate", "1e6", "--memory-bandwidth", "measure"]) == 0
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_bench_of_an_offloaded_step(
-    dtype: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line for each rate, and an iteration: its parts are the step's bytes by those rates."""
-    monkeypatch.setattr(bench_offload, "COPY_BYTES", 1 << 16)
-    monkeypatch.setattr(bench_offload, "WIDTH_ON_CPU", 64)
-    monkeypatch.setattr(bench_offload, "WIDTH", 64)
-    arguments = ["bench", "--offload", "--numel", "1e4", "--tensors", "7", "--seconds", "0.05", "--tokens", "100"]
-    threads = torch.get_num_threads()
-    assert tools([*arguments, "--dtype", dtype]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"Offloaded AdamW, 9,996 {dtype} parameters in 7 tensors, on ")
-    rates = {line.split()[0]: line for line in said.splitlines() if line[:1].isalpha()}
-    assert {"operations", "bus", "update", "memory"} <= rates.keys()
-    milliseconds = float(rates["update"].split()[1])
-    host = next(line for line in said.splitlines() if line.strip().startswith("update in host memory"))
-    assert float(host.split()[4]) == pytest.approx(milliseconds, abs=0.11)
-    assert "with 100 tokens" in said
-    assert "state to the device" in said
-    assert torch.get_num_threads() == threads
-
-
-def test_bench_of_an_offloaded_step_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused, with the reason: nothing but its state would leave the device."""
-    assert tools(["bench", "--offload", "--dtype", "fp32"]) == 1
-    assert capsys.readouterr().err.startswith("error: --dtype must be fp16 or bf16 with --offload")
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--numel", "0"], ["--tokens", "0"], ["--numel", "inf"], ["--tensors", "-1"], ["--seconds", "nan"]]
-)
-def test_bench_names_what_does_not_fit(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, with the option as it is typed."""
-    assert tools(["bench", *arguments]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {arguments[0]} must be above 0 and finite, got ")
-
-
-def test_bench_names_memory_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not a traceback of the allocator's."""
-    assert tools(["bench", "--numel", "1e17", "--tensors", "1"]) == 1
-    assert capsys.readouterr().err.startswith("error: --numel must fit into the memory of ")
 
 
 def _keys(kind: Any, prefix: str = "") -> list[str]:

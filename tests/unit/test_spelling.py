@@ -118,9 +118,9 @@ def test_a_scaler_in_the_place_of_the_config() -> None:
         (lambda: OptimizerConfig(hysteresis_reset="grow"), "growth"),
         (lambda: DynamicGradScaler(hysteresis_reset="cleanstep"), "clean_step"),
         (lambda: GradSync([], reduction="men"), "mean"),
-        (lambda: estimate(10, sharding="distribute"), "distributed"),
-        (lambda: estimate(10, sharding="zero1"), "distributed"),
-        (lambda: estimate(10, sharding="ddp"), "replicated"),
+        (lambda: estimate(10, sharding="zero"), "zero1"),
+        (lambda: estimate(10, sharding="distributed"), "zero1"),
+        (lambda: estimate(10, sharding="replicated"), "ddp"),
         (lambda: estimate(10, rank_s=2), "ranks"),
         (lambda: estimate(10, optimizer="adamW"), "adamw"),
         (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascale import OptimizerConfig, estimate
+from megascale import OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
 from megascale.main_params.offload_meter import OffloadMeter, OffloadSeconds
 from megascale.step import offload_tuner
@@ -184,13 +184,11 @@ def test_memory_that_is_missing_is_an_error_of_the_step(monkeypatch: pytest.Monk
 
 
 def test_refusals() -> None:
-    """Without overlap nothing can be hidden; an estimate cannot measure; other words mean nothing."""
+    """Without overlap nothing can be hidden; other words mean nothing."""
     with pytest.raises(ArgumentError, match='="auto" needs overlap_cpu_optimizer_d2h_h2d=True'):
         OptimizerConfig(optimizer_offload_fraction="auto", **WAIT)
     with pytest.raises(ArgumentError, match="optimizer_offload_fraction must be"):
         OptimizerConfig(**OVERLAP | {"optimizer_offload_fraction": "half"})
-    with pytest.raises(ArgumentError, match="is measured in a run; give the estimate a number"):
-        estimate({"head.weight": [8, 8]}, **AUTO)
     optimizer = _build(WAIT)[1]
     with pytest.raises(ArgumentError, match='="auto" needs overlap_cpu_optimizer_d2h_h2d=True'):
         optimizer.optimizer_offload_fraction = "auto"
