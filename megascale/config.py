@@ -92,11 +92,12 @@ class OptimizerConfig(StepConfig):
     """How the step scales, clips and counts, and (for :func:`megascale.build_optimizer`) which optimizer it wraps.
 
     Names and defaults are those of ``megatron.core.optimizer.OptimizerConfig`` where it has them. Exceptions:
-    ``initial_loss_scale`` is ``2**16`` here (Megatron: ``2**32``, which skips 16 steps first), and Lion's betas are 0.9
-    and 0.99, as in its paper (Megatron: 0.95 and 0.98). Fields that Megatron lacks are marked "megascale's".
+    ``initial_loss_scale`` is ``2**16`` here (Megatron: ``2**32``, which skips 16 steps first), ``clip_grad`` is 0, as a
+    torch optimizer does not clip unless it is asked to (Megatron: 1.0), and Lion's betas are 0.9 and 0.99, as in its
+    paper (Megatron: 0.95 and 0.98). Fields that Megatron lacks are marked "megascale's".
 
-    An optimizer clips to the ``clip_grad`` that it is given: the constructor's keyword, or else its config's. One that
-    is given neither, with ``config=None``, does not clip, as the torch optimizer inside would not.
+    An optimizer clips to the ``clip_grad`` that it is given: the constructor's keyword, or else its config's. The
+    config of Megatron-Core, which :func:`megascale.build_optimizer` takes too, brings Megatron's 1.0.
 
     An optimizer that gets a torch optimizer or scaler beside a config refuses fields that contradict them, such as
     another ``lr`` or ``initial_loss_scale``. ``build_optimizer`` builds both from the config.
@@ -121,7 +122,7 @@ class OptimizerConfig(StepConfig):
 
     Attributes: Clipping
         clip_grad: Largest global L2 norm of the unscaled gradients. 0: no clipping. The optimizer's
-            ``clip_grad=`` replaces it. Default: 1.0.
+            ``clip_grad=`` replaces it. Default: 0.0.
         log_num_zeros_in_grad: Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN.
             Default: False.
         zclip: Treat spikes of the gradient norm by ZClip (arXiv 2504.02507; megascale's): "clip" them, or
@@ -232,7 +233,7 @@ class OptimizerConfig(StepConfig):
     loss_scale_backoff_factor: float = _checked(0.5, validate.positive, scaler="backoff_factor")
 
     # What builds the wrapper
-    clip_grad: float = _checked(1.0, validate.non_negative)
+    clip_grad: float = _checked(0.0, validate.non_negative)
     backend: str = _checked("auto", validate.one_of, choices=BACKENDS)
     use_distributed_optimizer: bool = False
     overlap_param_gather: bool = False

@@ -44,8 +44,8 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         optimizer: Adam, AdamW, SGD, Lion and Muon run without a host read; any other costs one, of `found_inf`, a step.
         config: None takes fp16 or bf16 from the parameters' dtypes.
         grad_scaler: required for fp16. Moved to the parameters' device.
-        clip_grad: largest global L2 norm of the unscaled gradients; 0: they are not clipped. None: the config's;
-            without a config they are not clipped.
+        clip_grad: largest global L2 norm of the unscaled gradients; 0: they are not clipped. None: the config's,
+            which is 0 unless it was set.
         groups: None, a ProcessGroup, a DeviceMesh or ParallelGroups; see :meth:`ParallelGroups.of`. None: the whole
             world is data parallel if torch.distributed is initialised.
         named_parameters: names for the state dict, as from ``model.named_parameters()``. Not given: the groups'

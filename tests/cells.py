@@ -85,12 +85,12 @@ class Cell:
         return SHAPES_OF_GROUPS if (self.layout, self.state) == ("fsdp2", "compact") else SHAPES
 
     def config(self, **fields: Any) -> OptimizerConfig:
-        """Return the config of this cell, which does not clip unless ``fields`` say so."""
+        """Return the config of this cell."""
         fp16, bf16 = self.dtype == torch.float16, self.dtype == torch.bfloat16
         compact: dict[str, Any] = {}
         if self.state == "compact":
             compact = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8, "store_param_remainders": True}
-        return OptimizerConfig(**({"fp16": fp16, "bf16": bf16, "clip_grad": 0.0} | compact | fields))
+        return OptimizerConfig(**({"fp16": fp16, "bf16": bf16} | compact | fields))
 
     def model(self, shapes: Sequence[Sequence[int]] | None = None) -> Given:
         """Return a model in this dtype, spread over the ranks where the layout is FSDP2's."""

@@ -293,7 +293,7 @@ def _config_for(precision: str, config: Any) -> OptimizerConfig:
     mode = MODES[precision]
     fp16, bf16 = (dtype in (mode.weights, mode.autocast) for dtype in (torch.float16, torch.bfloat16))
     if config is None:
-        return OptimizerConfig(fp16=fp16, bf16=bf16, clip_grad=0.0)
+        return OptimizerConfig(fp16=fp16, bf16=bf16)
     if not isinstance(config, OptimizerConfig):
         raise ArgumentTypeError(f"config must be an OptimizerConfig or None, got {type(config).__name__}")
     if config.use_distributed_optimizer:

@@ -84,7 +84,7 @@ class NamedOptions:
         dtypes = {param.dtype for param in params}
         fp16 = torch.float16 in dtypes
         chosen = {**moments, **self.fields}
-        return OptimizerConfig(fp16=fp16, bf16=torch.bfloat16 in dtypes and not fp16, clip_grad=0.0, **chosen)
+        return OptimizerConfig(fp16=fp16, bf16=torch.bfloat16 in dtypes and not fp16, **chosen)
 
     def autocast_scaler(self, device: str, remedy: str, **defaults: Any) -> GradScaler:
         """Return the scaler of a loss that is computed from fp32 parameters under fp16 autocast.

@@ -1,7 +1,7 @@
-"""verl: an engine in the place of its FSDP engine, found through the entry point ``verl.plugins``.
+"""verl: an engine in the place of its FSDP engine, for runs that have the key ``megascale`` in verl's config.
 
-Where megascale is installed, verl takes this engine for "fsdp" and "fsdp2" on NVIDIA GPUs, without a line of the
-user's. It acts where a run asks for 16 bits, and is verl's own engine otherwise:
+verl finds it through the entry point ``verl.plugins``, for "fsdp" and "fsdp2" on NVIDIA GPUs. Without the key in
+``optim.override_optimizer_config`` verl gets its own engine. With it, this engine acts where a run asks for 16 bits:
 
 - ``model_dtype: fp16`` or ``bf16``: weights in 16 bits with fp32 main params (FSDP2 only); fp16 has a loss scale;
 - ``model_dtype: fp32``, ``mixed_precision.param_dtype: fp16``: :class:`megascale.amp.GradScaler` in the place of
@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from verl.utils.device import get_device_name
-from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from megascale.amp import GradScaler
 from megascale.builder import build_grad_scaler
-from megascale.errors import UsageError
+from megascale.errors import ArgumentTypeError, UsageError
 from megascale.integrations.named_options import NamedOptions
 from megascale.integrations.replaced import replaced
 from megascale.optimizer import MixedPrecisionOptimizer
@@ -38,7 +38,7 @@ from megascale.utils.dtypes import HALF_DTYPES
 FOLDER = "megascale"
 """Inside of verl's folder of a step: weights, optimizer and scaler, by torch.distributed.checkpoint."""
 KEY = "megascale"
-"""Of verl's ``optim.override_optimizer_config``: a dict of options by name."""
+"""Of verl's ``optim.override_optimizer_config``: asks for this engine, with a dict of options by name, or none."""
 
 FROM_VERL = {
     "lr": "optim.lr",
@@ -72,8 +72,16 @@ class LossScale:
 class MegascaleEngine:
     """A mixin before an FSDP engine of verl's: see :mod:`megascale.integrations.verl`."""
 
+    verls: type[BaseEngine]
+    """verl's own engine."""
     scaler: Any
     optimizer: Any
+
+    def __new__(cls, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
+        """Return an engine of verl's own class unless the config asks for this one: verl's registry knows no config."""
+        if KEY in (getattr(optimizer_config, "override_optimizer_config", None) or {}):
+            return super().__new__(cls)
+        return cls.verls(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         """Shard the model; with verl's own means, but for the scaler."""
@@ -176,8 +184,12 @@ class MegascaleEngine:
 
     def _options(self) -> NamedOptions:
         engine: Any = self
-        given = (engine.optimizer_config.override_optimizer_config or {}).get(KEY, {})
-        return NamedOptions.of(given, "verl's configuration", FROM_VERL)
+        given = engine.optimizer_config.override_optimizer_config[KEY]
+        if given is not None and not isinstance(given, Mapping):
+            raise ArgumentTypeError(
+                f"optim.override_optimizer_config.{KEY} must be a dict of options, such as {{}}, got {given!r}"
+            )
+        return NamedOptions.of(given or {}, "verl's configuration", FROM_VERL)
 
     def _is_ours(self) -> bool:
         return isinstance(self.optimizer, MixedPrecisionOptimizer) or isinstance(self.scaler, GradScaler)
@@ -210,9 +222,13 @@ class MegascaleEngine:
 class MegascaleLMEngine(MegascaleEngine, FSDPEngineWithLMHead):
     """verl's actor engine; see :class:`MegascaleEngine`."""
 
+    verls = FSDPEngineWithLMHead
+
 
 class MegascaleValueEngine(MegascaleEngine, FSDPEngineWithValueHead):
     """verl's critic engine; see :class:`MegascaleEngine`."""
+
+    verls = FSDPEngineWithValueHead
 
 
 def _has_16_bits(module: nn.Module) -> bool:
@@ -221,9 +237,7 @@ def _has_16_bits(module: nn.Module) -> bool:
 
 def _without_ours(config: Any) -> Any:
     """Return verl's config of the optimizer without our key, which torch's class does not take."""
-    given: Mapping[str, Any] = config.override_optimizer_config or {}
-    if KEY not in given:
-        return config
+    given: Mapping[str, Any] = config.override_optimizer_config
     return replace(config, override_optimizer_config={name: value for name, value in given.items() if name != KEY})
 
 

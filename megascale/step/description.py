@@ -42,7 +42,7 @@ def described(
     lines += [line for member in members for line in _of_member(member, groups)]
     lines += [
         f"loss scale: {'none' if grad_scaler is None else repr(grad_scaler)}",
-        f"clip_grad: {clip_grad if clip_grad else 'off'}",
+        f"clipping: {kind} {_clipping(clip_grad)}",
         f"ranks: {_ranks(groups)}",
     ]
     lines += _of_param_groups([group for member in members for group in member.optimizer.param_groups])
@@ -62,9 +62,13 @@ def summary(
     return (
         f"{kind}({type(member.optimizer).__name__}): {_parameters(member)}; "
         f"main params: {_main_params(member, groups)}; {scaler}; "
-        f"{f'clips at {clip_grad:g}' if clip_grad else 'no clipping'}; "
+        f"{_clipping(clip_grad)}; "
         f"backend {member.backend.name} on {member.device}; {_ranks(groups)}; {_held(member)}{remark}"
     )
+
+
+def _clipping(clip_grad: float) -> str:
+    return f"clips gradients to norm {clip_grad}" if clip_grad else "does not clip gradients"
 
 
 def _of_member(member: StepMember, groups: ParallelGroups) -> Iterator[str]:

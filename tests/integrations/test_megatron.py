@@ -361,7 +361,9 @@ def test_every_field_is_accounted_for() -> None:
     if runs.VERSION in runs.RELEASES:
         assert declared <= megatron_config.KNOWN
     lion: dict[str, Any] = {"lion_beta1": 0.95, "lion_beta2": 0.98} if "lion_beta1" in declared else {}
-    assert from_megatron_config(runs.OptimizerConfig()) == OptimizerConfig(initial_loss_scale=2.0**32, **lion)
+    assert from_megatron_config(runs.OptimizerConfig()) == OptimizerConfig(
+        initial_loss_scale=2.0**32, clip_grad=1.0, **lion
+    )
 
 
 def test_a_new_field_is_accepted_until_it_is_changed() -> None:

@@ -1,4 +1,4 @@
-"""verl's real FSDP2 engine, as its registry returns it where megascale is installed, on ranks of a CPU."""
+"""verl's real FSDP2 engine, as its registry returns it for a config that names megascale, on ranks of a CPU."""
 
 import importlib.util
 import math
@@ -31,6 +31,7 @@ OPTIONS = {"initial_loss_scale": 2.0**12, "hysteresis": 1}
 FUSED = {"override_optimizer_config": {"fused": True, "megascale": OPTIONS}}
 PLAIN = {"override_optimizer_config": {"megascale": OPTIONS}}
 CODES = {"override_optimizer_config": {"megascale": OPTIONS | {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}}}
+ASKED: dict[str, Any] = {"override_optimizer_config": {"megascale": {}}}
 REMAINDERS = {"override_optimizer_config": {"megascale": {"store_param_remainders": True}}}
 
 
@@ -65,7 +66,7 @@ def _scale(result: dict[str, Any], step: int) -> float:
 def test_a_run_goes_on_after_a_restart(
     weights: str, computes: str, options: dict[str, Any], model: str, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """The entry point is all that a user has; an overflow on one rank; saved on two ranks, resumed on two and four.
+    """One name in the config asks for it; an overflow on one rank; saved on two ranks, resumed on two and four.
 
     On two all bits are those of the run that went on; on four main params, weights, scale, trackers and rate are what
     was saved. verl's own engine starts again at 65,536, and has files for two ranks only.
@@ -167,8 +168,12 @@ def test_16_bits_give_the_losses_of_fp32(model: str, ranks: RankPool, tmp_path: 
 @pytest.mark.parametrize(
     ("setup", "message"),
     [
-        (("fp16", "bf16", {}, "fsdp2"), r"weights in torch\.float16.*computes in torch\.bfloat16: set both"),
-        (("fp16", "fp16", {}, "fsdp"), r"flattens weights in torch\.float16.*strategy: fsdp2"),
+        (("fp16", "bf16", ASKED, "fsdp2"), r"weights in torch\.float16.*computes in torch\.bfloat16: set both"),
+        (("fp16", "fp16", ASKED, "fsdp"), r"flattens weights in torch\.float16.*strategy: fsdp2"),
+        (
+            ("fp16", "fp16", {"override_optimizer_config": {"megascale": True}}, "fsdp2"),
+            r"megascale must be a dict of options, such as \{\}, got True",
+        ),
         (
             ("fp16", "fp16", {"override_optimizer_config": {"megascale": {"lr": 1.0}}}, "fsdp2"),
             r"lr comes from verl's configuration: set optim\.lr there",
@@ -184,12 +189,25 @@ def test_what_cannot_train_is_refused(setup: Any, message: str, model: str, rank
     ranks.run(1, refused_on_rank, model, message, *setup, timeout=SECONDS)
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp32"])
+@pytest.mark.parametrize("options", [{}, {"override_optimizer_config": {"fused": True}}], ids=["none", "others"])
+def test_without_the_name_verls_own_engine_runs(
+    weights: str, options: dict[str, Any], model: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """An installed megascale took every run for its engine. verl's own class, optimizer and files."""
+    setup: Any = (model, str(tmp_path / "saved"), weights, "bf16", options)
+    [ran] = ranks.run(1, train_on_rank, *setup, timeout=SECONDS)
+    assert (ran["kind"], ran["optimizer"]) == ("FSDPEngineWithLMHead", "AdamW")
+    assert not (tmp_path / "saved" / "megascale").exists()
+    assert not any(name.startswith("main.") for name in ran["at_end"])
+
+
 def test_a_run_without_16_bits_is_verls_own(model: str, ranks: RankPool, tmp_path: Path) -> None:
-    """fp32 weights that compute in bf16, verl's default: no scaler, no wrapper, no file of ours.
+    """fp32 weights that compute in bf16, verl's default, with the name: no scaler, no wrapper, no file of ours.
 
     What it saved loads into a run in fp16: verl's files have no scaler.
     """
-    [ran] = ranks.run(1, train_on_rank, model, str(tmp_path / "saved"), "fp32", "bf16", {}, timeout=SECONDS)
+    [ran] = ranks.run(1, train_on_rank, model, str(tmp_path / "saved"), "fp32", "bf16", ASKED, timeout=SECONDS)
     assert ran["optimizer"] == "AdamW"
     assert not (tmp_path / "saved" / "megascale").exists()
     assert (tmp_path / "saved" / "optim_world_size_1_rank_0.pt").exists()

@@ -95,7 +95,7 @@ DEFAULTS: dict[str, Any] = {
     **{"loss_scale": None, "initial_loss_scale": 65536.0, "min_loss_scale": 1.0, "max_loss_scale": None},
     **{"loss_scale_window": 1000, "hysteresis": 2, "hysteresis_reset": "growth"},
     **{"loss_scale_growth_factor": 2.0, "loss_scale_backoff_factor": 0.5},
-    **{"clip_grad": 1.0, "log_num_zeros_in_grad": False, "grad_norm_skip_threshold": math.inf},
+    **{"clip_grad": 0.0, "log_num_zeros_in_grad": False, "grad_norm_skip_threshold": math.inf},
     **{"zclip": None, "zclip_z_thresh": 2.5, "zclip_alpha": 0.97, "zclip_warmup_steps": 25},
     **{"max_consecutive_skips": None, "max_overflows_at_min_scale": None, "backend": "auto"},
     **{"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32, "store_param_remainders": False},
@@ -112,7 +112,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def test_defaults_are_megatrons() -> None:
-    """Megatron-Core's names and defaults, but for the initial loss scale; frozen and keyword-only."""
+    """Megatron-Core's names and defaults, but for the initial loss scale and clipping; frozen and keyword-only."""
     config = OptimizerConfig()
     assert asdict(config) == DEFAULTS
     with pytest.raises(FrozenInstanceError):

@@ -49,7 +49,7 @@ def test_an_optimizer_says_what_it_is() -> None:
         f"held by this rank: {_held(trained * 4, optimizer)}",
         "loss scale: DynamicGradScaler(scale=1024.0, growth_tracker=0, hysteresis_tracker=2, min_scale=1.0, "
         "growth_factor=2.0, backoff_factor=0.5, growth_interval=1000, hysteresis=2)",
-        "clip_grad: 1.0",
+        "clipping: MixedPrecisionOptimizer clips gradients to norm 1.0",
         "ranks: 1 rank decides",
     ]
     options = [line for line in repr(inner).splitlines() if line.startswith("    ") and "param_names" not in line]
@@ -71,14 +71,14 @@ def _held(mains: int, optimizer: MixedPrecisionOptimizer) -> str:
 def test_what_is_set_later_is_said() -> None:
     """No scaler, no clipping, remainders: as they are now."""
     model = nn.Linear(4, 4).bfloat16()
-    config = OptimizerConfig(bf16=True, store_param_remainders=True, clip_grad=0.0)
+    config = OptimizerConfig(bf16=True, store_param_remainders=True)
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), config)
-    assert "loss scale: none\nclip_grad: off" in repr(optimizer)
+    assert "loss scale: none\nclipping: MixedPrecisionOptimizer does not clip gradients" in repr(optimizer)
     assert "main params: 16-bit remainders beside the weights" in repr(optimizer)
     assert "held by this rank: 40 bytes (main params 40 bytes, optimizer state 0 bytes)" in repr(optimizer)
     optimizer.clip_grad = 0.25
     optimizer.param_groups[0]["lr"] = 0.125
-    assert "clip_grad: 0.25" in repr(optimizer)
+    assert "clipping: MixedPrecisionOptimizer clips gradients to norm 0.25" in repr(optimizer)
     assert "    lr: 0.125" in repr(optimizer)
 
 

@@ -67,7 +67,7 @@ Megatron: Callable[..., Any] = _named("megatron.core.optimizer.optimizer_config"
 
 def test_defaults_are_megatrons() -> None:
     """An untouched config differs from ours in the initial loss scale alone; a subclass of it is one too."""
-    assert from_megatron_config(Megatron()) == OptimizerConfig(initial_loss_scale=2.0**32)
+    assert from_megatron_config(Megatron()) == OptimizerConfig(initial_loss_scale=2.0**32, clip_grad=1.0)
     assert from_megatron_config(type("Mine", (Megatron,), {})(lr=0.5)).lr == 0.5  # type: ignore[arg-type]
 
 

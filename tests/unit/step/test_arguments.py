@@ -24,7 +24,7 @@ from megascale import (
 )
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels.newton_schulz import QUINTIC
-from tests.training import model, set_grads
+from tests.training import model, same_bits, set_grads
 
 
 def _sgd(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -336,11 +336,37 @@ def test_a_dynamic_scaler_has_the_configs_defaults() -> None:
     assert plain.initial_scale == 2.0**16
 
 
-def test_clipping_with_and_without_a_config() -> None:
-    """A config clips at 1.0 as Megatron's does, none at all does not clip: the docstring says so."""
-    assert MixedPrecisionOptimizer(_sgd(model(torch.float32))).clip_grad == 0.0
-    assert MixedPrecisionOptimizer(_sgd(model(torch.float32)), OptimizerConfig()).clip_grad == 1.0
-    assert "config=None" in (OptimizerConfig.__doc__ or "")
+CONFIGS: dict[str, OptimizerConfig | None] = {
+    "none": None,
+    "empty": OptimizerConfig(bf16=True),
+    "compact": OptimizerConfig(
+        bf16=True, exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8, store_param_remainders=True
+    ),
+    "counting": OptimizerConfig(bf16=True, log_num_zeros_in_grad=True),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_config_does_not_switch_clipping_on(config: str) -> None:
+    """Asking for 8-bit moments clipped to norm 1.0, Megatron's default. Moments of larger gradients show it.
+
+    The default lies in one place for all layouts and dtypes: this test has no cells.
+    """
+
+    def stepped(**clip: Any) -> tuple[MixedPrecisionOptimizer, dict[str, torch.Tensor]]:
+        module = model(torch.bfloat16)
+        optimizer = MixedPrecisionOptimizer(_adamw(module), CONFIGS[config], **clip)
+        for param in module.parameters():
+            param.grad = torch.full_like(param, 16.0)
+        optimizer.step()
+        saved = optimizer.state_dict()["optimizer"]["state"]
+        return optimizer, {f"{name}.{key}": saved[name][key] for name in saved for key in saved[name]}
+
+    optimizer, state = stepped()
+    assert optimizer.clip_grad == 0.0
+    assert "does not clip gradients" in repr(optimizer)
+    assert same_bits(state, stepped(clip_grad=0.0)[1])
+    assert not same_bits(state, stepped(clip_grad=1.0)[1])
 
 
 # Parameters without values
