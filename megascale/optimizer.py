@@ -178,8 +178,8 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group of model params (or of (name, param) pairs). Main params are made at once.
 
-        With a GradSync, as in a DistributedOptimizer, all ranks call it together. One that calls it alone waits for the
-        others; :class:`megascale.rank_watch.RankWatch` names them.
+        With a GradSync, as in a DistributedOptimizer, all ranks call it together; one that calls it alone waits for the
+        others.
 
         Raises ArgumentError, with nothing added, for a parameter that cannot be trained, or of which ranks that reduce
         gradients together hold different values.

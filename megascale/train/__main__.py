@@ -22,7 +22,7 @@ def _train(arguments: list[str]) -> int:
         print(usage())
         return 0
     config = load_config(arguments)
-    with outliving_its_reader(), Runtime(config.threads, config.distributed) as runtime, runtime.rank_watch():
+    with outliving_its_reader(), Runtime(config.threads, config.distributed) as runtime:
         return Trainer(config, runtime, as_typed(arguments)).run()
 
 

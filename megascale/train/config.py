@@ -40,7 +40,7 @@ NUMBERS: dict[str, Callable[[str, Any], float]] = {
     **dict.fromkeys(("scaler.growth_factor", "scaler.backoff_factor"), validate.positive),
     **dict.fromkeys(("optimizer.beta1", "optimizer.beta2"), validate.fraction),
     "optimizer.grad_norm_skip_threshold": validate.positive,
-    **dict.fromkeys(("distributed.timeout", "distributed.patience"), validate.positive),
+    "distributed.timeout": validate.positive,
 }
 """How other numbers than integers are checked; those that are not here are 0 or more."""
 
@@ -129,8 +129,6 @@ class DistributedConfig:
 
     timeout: float | None = None
     """Seconds that a rank waits for another one before it ends with an error; null: torch's own, 1800 with gloo."""
-    patience: float = 60.0
-    """Seconds before a rank that waits says for whom; at most a third of the timeout."""
 
 
 @dataclass

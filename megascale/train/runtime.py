@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megascale.rank_watch import RankWatch
 from megascale.train.config import DistributedConfig
 from megascale.utils import call_site
 
@@ -54,12 +53,6 @@ class Runtime:
     def group(self) -> ProcessGroup | None:
         """The group of all ranks; None when alone."""
         return dist.group.WORLD if self.under_torchrun else None
-
-    def rank_watch(self) -> RankWatch:
-        """Return what names the rank for which others wait, before the timeout ends them."""
-        seconds = self._distributed.timeout
-        patience = self._distributed.patience
-        return RankWatch(patience if seconds is None else min(patience, seconds / 3))
 
     def __enter__(self) -> "Runtime":
         if self.under_torchrun:

@@ -154,12 +154,10 @@ NAMES = (
         "nothing, until a rank has run out of batches: then torch ends the processes, or ranks wait",
     ),
     TorchName("torch.distributed.device_mesh.DeviceMesh._flatten", "the group over several dimensions of a mesh"),
-    TorchName("torch.distributed.distributed_c10d._get_default_store", "RankWatch leaves its notices there"),
     TorchName(
         "torch.distributed.distributed_c10d._world",
-        "RankWatch counts all groups' collectives; a twin of some ranks is not counted",
+        "a twin of some ranks is not counted among torch's groups",
     ),
-    TorchName("torch.distributed.ProcessGroup._get_sequence_number_for_group", "RankWatch counts collectives"),
     TorchName("torch.distributed.ProcessGroup._get_backend", "how long the ranks of a group wait for one another"),
     TorchName("torch.distributed.ProcessGroup._device_types", "how long the ranks of a group wait for one another"),
     TorchName(

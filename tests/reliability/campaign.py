@@ -14,7 +14,7 @@ from tests.reliability import disk_faults, host_faults
 from tests.reliability.faults import Fault, table
 from tests.reliability.file_faults import flipped_bytes, wrong_contents
 from tests.reliability.kills import kill_ranks, kill_under_torchrun
-from tests.reliability.rank_faults import misdeeds, poisons
+from tests.reliability.rank_faults import poisons
 
 TORCHRUN_SHARE = 10
 """One in this many kills is made below torchrun, whose starts take most of the time."""
@@ -23,7 +23,6 @@ TORCHRUN_SHARE = 10
 def families(kills: int, seed: int, stride: int, folder: Path, ranks: RankPool) -> Iterator[Fault]:
     """Inject all faults; those for which this machine lacks the means are named on stdout."""
     yield from poisons(ranks)
-    yield from misdeeds(folder / "ranks", ranks)
     yield from flipped_bytes(folder / "flipped", stride)
     yield from wrong_contents(folder / "contents")
     for missing, inject in (

@@ -27,7 +27,8 @@ KILLS_BELOW_TORCHRUN = 3
 """The same, where each costs a new start of Python."""
 SURVIVES_S = GLOO_TIMEOUT_S + 20.0
 """By then the rank that was not killed has ended: gloo waits for the rest of a message until the group's timeout."""
-LOST = re.compile(r"(?:RankError|CheckpointError): .*?(Rank \d [^:.]*|The store [^:.]*|All ranks [^.]*)", re.DOTALL)
+LOST = re.compile(r"^(?:[\w.]+\.)?((?:Runtime|Checkpoint|Dist\w*)Error): ", re.MULTILINE)
+"""The last line of a survivor's traceback: the backend's error, or that of a save."""
 
 
 UPDATING = "updating in host memory"
@@ -122,7 +123,7 @@ def _doing(place: Path, asynchronous: bool) -> str:
 
 
 def _ended(outcome: Outcome[object]) -> bool:
-    """Return whether a survivor has finished, or ended with a named error."""
+    """Return whether a survivor has finished, or ended with an error of the backend or of a save."""
     return outcome.error is None or LOST.search(outcome.error) is not None
 
 
@@ -130,7 +131,7 @@ def _seen(outcome: Outcome[object]) -> str:
     if outcome.error is None:
         return "the other had finished"
     told = LOST.findall(outcome.error)
-    return f"RankError on the other: {re.sub(r'[0-9]+', 'N', told[-1])}" if told else outcome.error
+    return f"{told[-1]} on the other" if told else outcome.error
 
 
 def _all_load(place: Path) -> bool:

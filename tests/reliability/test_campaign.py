@@ -10,7 +10,7 @@ from tests.reliability import disk_faults, host_faults
 from tests.reliability.faults import Fault, table
 from tests.reliability.file_faults import flipped_bytes, wrong_contents
 from tests.reliability.kills import UPDATING, kill_ranks, kill_under_torchrun
-from tests.reliability.rank_faults import misdeeds, poisons
+from tests.reliability.rank_faults import poisons
 
 weekly = pytest.mark.weekly
 
@@ -44,12 +44,6 @@ def test_kills_in_background_updates(kills: int, tmp_path: Path, ranks: RankPool
 def test_killed_runs_below_torchrun(tmp_path: Path, ranks: RankPool) -> None:
     """Torchrun starts all ranks again, twice, and the end is the same."""
     _check(kill_under_torchrun(2, 2, tmp_path, ranks), 2)
-
-
-@weekly(minutes=0.5)
-def test_misdeeds_of_a_rank_are_named(tmp_path: Path, ranks: RankPool) -> None:
-    """A rank that hangs, raises, has fewer batches or saves alone: the other's error names it, and what it did."""
-    _check(misdeeds(tmp_path, ranks), 4)
 
 
 @weekly(minutes=0.5)

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megascale import DistributedOptimizer
 from megascale.checkpoint import Checkpointer
 from megascale.grad_sync import message_thread
-from megascale.rank_watch import RankWatch
 from megascale.step.host_update import HostUpdate
 from tests.distributed.test_distributed_optimizer import INNER, config_of, flat, net, scaler, sharded, weights
 
@@ -79,7 +78,7 @@ def train(folder: Path, how: How, steps: int = STEPS) -> tuple[int, str]:
     mark.unlink(missing_ok=True)
     (folder / f"begun_{rank}").touch()
     message_thread.PROBE_INTERVAL_S = 0.5  # a lost message is known after two of these: 1 s here, else 10
-    with RankWatch(20.0), Checkpointer(folder, keep_last=2, async_save=how.asynchronous) as checkpointer:
+    with Checkpointer(folder, keep_last=2, async_save=how.asynchronous) as checkpointer:
         module = net()
         optimizer = _optimizer(module, mark, how)
         torch.manual_seed(rank)

@@ -33,6 +33,7 @@ WITHOUT_EXAMPLES = frozenset(
         "glossary",
         "invariants",
         "platforms",
+        "reliability",
         "training",
     ]
 )

@@ -32,7 +32,6 @@ from megascale.estimation import Setup
 from megascale.grad_sync import GradSync
 from megascale.kernels import select_backend
 from megascale.metrics import StepMetrics
-from megascale.rank_watch import RankWatch
 from megascale.schedules import LandedLRScheduler
 from megascale.step_graph import StepGraph
 from megascale.utils.spelling import nearest
@@ -50,7 +49,6 @@ CONSTRUCTORS: list[Callable[..., Any]] = [
     MixedPrecisionOptimizer,
     OptimizerConfig,
     ParallelGroups,
-    RankWatch,
     Setup,
     StepGraph,
     StepMetrics,

@@ -79,7 +79,7 @@ REFUSED = [
     (["scaler.min_scale=0"], "scaler.min_scale must be above 0"),
     (["scaler.max_scale=2"], "scaler.min_scale <= scaler.scale <= scaler.max_scale must hold"),
     (["distributed.timeout=0"], "distributed.timeout must be above 0"),
-    (["distributed.patience=-1"], "distributed.patience must be above 0"),
+    (["distributed.timeout=-1"], "distributed.timeout must be above 0"),
     (["optimizer.max_consecutive_skips=0"], "optimizer.max_consecutive_skips must be 1 or more, got 0"),
     (["optimizer.max_overflows_at_min_scale=0"], "optimizer.max_overflows_at_min_scale must be 1 or more, got 0"),
     (["optimizer.grad_norm_skip_threshold=0"], "optimizer.grad_norm_skip_threshold must be above 0"),
