@@ -1,6 +1,7 @@
 """MegascaleOptimizer: what an optimizer offers that steps by a recipe, be it one optimizer or a chain of several."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from megascale.parallel import ParallelGroups
 from megascale.state.live_state import LiveState, Plan
 from megascale.step.arguments import check_grad_scaler, require_values
 from megascale.step.description import described
+from megascale.step.main_grads import lent_main_params
 from megascale.step.member import StepMember
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.recipe import StepRecipe
@@ -211,12 +213,68 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) all gradients, those of ``grad_sync`` too."""
+        for member in self.recipe.members:
+            member.require_not_lent("zero_grad()")
         super().zero_grad(set_to_none)
         for member in self.recipe.members:
             if member.held is not None:
                 member.held.are_zeroed = True
             if member.grad_sync is not None:
                 member.grad_sync.zero_()
+
+    @contextmanager
+    def main_grads(self) -> "Iterator[Any]":
+        """Show the wrapped optimizer its main params and unscaled fp32 gradients, for its methods besides ``step()``.
+
+            with optimizer.main_grads() as inner:
+                inner.update_hessian()
+
+        After the backward whose gradients it shall see; all of ``groups.grad_stats`` enter and leave it together. No
+        forward and backward inside, and no call of this optimizer. It yields the wrapped optimizer; of a chain, a tuple
+        of them. Gradients are not clipped; those of the model stay, scaled, unless the method has dropped all that it
+        was shown, as ``inner.zero_grad()`` does. Model params are rounded at the end. The loss scale does not move: the
+        next :meth:`step` judges its own gradients.
+
+        If gradients overflowed, on any rank, the body runs, and all that it has written is taken back at the end: main
+        params, the state, options and plain attributes of the wrapped optimizer. So it is if the body raises, on any
+        rank. The host reads `found_inf`; main params and state are copied for as long as it lasts.
+
+        Raises:
+            UsageError: with pieces of parameters or main params in host memory; inside itself; between
+                :meth:`prepare_grads` and the step. As :meth:`step` for gradients that it would refuse.
+            MainParamOverflowError: as :meth:`step`.
+            RankError: on ranks whose body has not raised, if that of another has.
+        """
+        members, parts = self.recipe.members, self.parts()
+        with lent_main_params(self.recipe, members, self._settings_error(), with_grads=True) as dropped:
+            yield self._wrapped()
+        for member, part in zip(members, parts, strict=True):
+            if any(member is one for one in dropped):
+                part.zero_grad()
+
+    def train(self) -> None:
+        """Call the wrapped optimizer's ``train()``, of schedule-free optimizers, on main params, if it has one.
+
+        As in :meth:`main_grads`, without gradients. All ranks call it together.
+        """
+        self._call_wrapped("train")
+
+    def eval(self) -> None:
+        """Call the wrapped optimizer's ``eval()``; see :meth:`train`."""
+        self._call_wrapped("eval")
+
+    def _call_wrapped(self, name: str) -> None:
+        pairs = zip(self.recipe.members, self.parts(), strict=True)
+        methods = [(member, getattr(part.optimizer, name, None)) for member, part in pairs]
+        found = [(member, method) for member, method in methods if callable(method)]
+        if found:
+            with lent_main_params(self.recipe, [member for member, _ in found], None, with_grads=False):
+                for _, method in found:
+                    method()
+
+    def _wrapped(self) -> Any:
+        """Return the wrapped optimizer; of a chain, a tuple of them."""
+        raise NotImplementedError
 
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param.

@@ -8,6 +8,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -76,6 +77,10 @@ class ChainedOptimizer(MegascaleOptimizer):
     def parts(self) -> list[MixedPrecisionOptimizer]:
         """Return its members; see :meth:`MegascaleOptimizer.parts`."""
         return self.optimizers
+
+    @override
+    def _wrapped(self) -> tuple[torch.optim.Optimizer, ...]:
+        return tuple(one.optimizer for one in self.optimizers)
 
     @override
     def _settings_error(self) -> UsageError | None:

@@ -144,6 +144,10 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         return [self]
 
     @override
+    def _wrapped(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
+    @override
     def _settings_error(self) -> UsageError | None:
         return ownership.scaler_conflict(self.grad_scaler, (self,))
 
@@ -186,6 +190,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         """
         if not self._constructed:
             return
+        self._member.require_not_lent("add_param_group()")
         self.optimizer.add_param_group(param_group)
         try:
             self._require_same(len(self.optimizer.param_groups) - 1)

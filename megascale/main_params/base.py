@@ -43,6 +43,9 @@ class MainParams:
     is_sharded = False
     """Whether each rank keeps only its pieces."""
 
+    are_whole = True
+    """Whether a main param has the shape of its parameter on every rank that owns it."""
+
     stores_remainders = False
     """Whether main params that are copies are held as remainders, see :class:`MainParam`."""
 

@@ -60,6 +60,8 @@ class MainParam:
         fingerprint: beside a remainder, of the local model param as we wrote it last: int64, 0-d.
         tracker, slot: the tracker, and the model param's index in it; None until it is admitted.
         twin: where main param and state live in host memory: the model param's weights and gradient there; else None.
+        narrow_state: names of the wrapped optimizer's state that has the model param's 16-bit dtype on purpose; None
+            until that state is first looked at.
         form: of the model param; must not change.
     """
 
@@ -75,6 +77,7 @@ class MainParam:
     tracker: WriteTracker | None = None
     slot: int = 0
     twin: HostTwin | None = None
+    narrow_state: frozenset[str] | None = None
     form: ParamForm = field(init=False)
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ class TensorForm(NamedTuple):
 class OwnedMainParams(ShardedMainParams):
     """Every rank keeps the parameters that it owns, whole, and nothing of others. See :class:`ShardedMainParams`."""
 
+    are_whole = True
     _forms: Mapping[str, Any] = {}
     """State of all parameters, by name, with a TensorForm for each tensor: as of the last exchange."""
 

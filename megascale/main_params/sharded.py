@@ -47,6 +47,7 @@ class ShardedMainParams(MainParams):
     """
 
     is_sharded = True
+    are_whole = False
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ from megascale.state.schema import SHARED_STATE, no_scaler_state
 from megascale.state.torch_frames import is_told_to_skip
 from megascale.step.counter import COUNT_KEYS
 from megascale.step.spikes import NORM_KEYS
+from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.param_names import renames
 
 TORCH_KEYS = ("state", "param_groups")
@@ -175,6 +176,8 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
             mains[name] = there[MAIN_PARAM]
         elif strict and name in mains:
             raise _plain(f"no {MAIN_PARAM!r} of {name!r}")
+        elif name in mains:  # a torch optimizer's, which made it of 16-bit parameters
+            states[name] = {what: _wide(value, mains[name]) for what, value in states[name].items()}
     # Each entry had a copy: if copies differ, entries of several checkpoints were mixed.
     found = {what: _common_value(what, copies[what], live.get(what, {})) for what in SHARED}
     scaler, has_entries = found.pop("grad_scaler"), bool(copies["grad_scaler"])
@@ -229,6 +232,12 @@ def _as_shards(name: str, entries: dict[str, Any], live: Mapping[str, Any], main
             )
         taken[what] = ParamShard(piece.reshape(-1), mine.shape, mine.start)
     return taken
+
+
+def _wide(value: Any, main: Tensor) -> Any:
+    """Return a 16-bit tensor of a main param's shape in fp32; any other value itself."""
+    is_wide = not isinstance(value, Tensor) or value.dtype not in HALF_DTYPES or value.shape != main.shape
+    return value if is_wide else value.float()
 
 
 def _check(given: Mapping[str, Any]) -> None:

@@ -91,6 +91,13 @@ class DeferredErrors:
             self._raise_together()
         return known
 
+    def raise_now(self, vector: Tensor) -> list[float]:
+        """Raise as :meth:`raise_agreed`, at once: the host waits for the device. Returns the statistics."""
+        known: list[float] = vector.tolist()
+        if known[Statistic.ERRORS] != 0:
+            self._raise_together()
+        return known
+
     def record(self, error: MegascaleError) -> None:
         """Record an error of this rank after the decision: :meth:`raise_local` or the next step raises it."""
         self._error = self._error or error

@@ -61,6 +61,7 @@ class FactsOfSteps:
         clip_grad: float,
         scaler: MegatronGradScaler | None,
         times_replaced: int,
+        call: str,
     ) -> StepFacts:
         """Return the present facts.
 
@@ -70,6 +71,7 @@ class FactsOfSteps:
             clip_grad: largest norm of the gradients.
             scaler: of the loss.
             times_replaced: how often main params were loaded, or reloaded from the model.
+            call: what gradients are measured for.
         """
         facts: dict[tuple[Kind, Topic], Facts] = {(None, Topic.SCALER): _of_scaler(scaler)}
         absent = dict(
@@ -89,7 +91,7 @@ class FactsOfSteps:
         facts |= {(experts, Topic.REPLICAS): {"replicas_may_differ": may_differ} for experts in options}
         if not may_differ:
             self._find_groups(members)
-            counts, shared = _counts(members, times_replaced), self._shared(members, clip_grad)
+            counts, shared = _counts(members, times_replaced, call), self._shared(members, clip_grad)
             for experts, own in options.items():
                 facts[experts, Topic.COUNTS] = counts
                 facts[experts, Topic.GROUPS] = self._param_groups.get(experts, {})
@@ -129,9 +131,10 @@ def _holders(members: Sequence[StepMember]) -> list[str]:
     return [""] if len(members) == 1 else [f"optimizers[{index}]." for index in range(len(members))]
 
 
-def _counts(members: Sequence[StepMember], times_replaced: int) -> Facts:
+def _counts(members: Sequence[StepMember], times_replaced: int, call: str) -> Facts:
     steps = [member.counter.taken for member in members]
     return {
+        "the call": call,
         "the number of times that main params were loaded or reloaded": times_replaced,
         "the number of steps taken": steps[0] if len(steps) == 1 else tuple(steps),
     }

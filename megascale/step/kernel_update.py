@@ -72,7 +72,7 @@ class KernelUpdate(InnerUpdate):
         # Else main params that are held as remainders are decoded for run().
         self.fuses_remainders = is_own and backend.fuses_remainders
         inner_step = None if beside is None else beside.inner_step
-        self._general = GeneralUpdate(optimizer, backend, inner_step)
+        self.general = GeneralUpdate(optimizer, backend, inner_step)
         self._entries: list[dict[str, Any]] = []
         self._prepared: WeakKeyDictionary[UpdateUnit, _CachedOperands] = WeakKeyDictionary()
         self._hypers: dict[int, _CachedHyper] = {}
@@ -88,7 +88,7 @@ class KernelUpdate(InnerUpdate):
     @property
     def inner_step(self) -> InnerStep:
         """The wrapped optimizer's own step, which has one guard however many updates there are."""
-        return self._general.inner_step
+        return self.general.inner_step
 
     @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
@@ -102,7 +102,7 @@ class KernelUpdate(InnerUpdate):
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        is_obstructed, cached = self._general.inner_step.is_hooked, []
+        is_obstructed, cached = self.general.inner_step.is_hooked, []
         for pending in updates:
             cached.append(self._cached_hyper(pending))
             if cached[-1] is None:
@@ -110,7 +110,7 @@ class KernelUpdate(InnerUpdate):
                 is_obstructed = is_obstructed or self.rule.obstacle(pending.options) is not None
         if is_obstructed:
             self._require_readable(updates)
-            return self._general.prepare(updates)
+            return self.general.prepare(updates)
         self._drop_stale_operands()
         if not self.fuses_remainders:
             self._make_scratch(updates)
@@ -128,7 +128,7 @@ class KernelUpdate(InnerUpdate):
         self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
     ) -> list[OverflowFlags]:
         if updates and updates[0].call is None:
-            return self._general.apply(updates, decision, mark_written)
+            return self.general.apply(updates, decision, mark_written)
         overflow_flags: list[OverflowFlags] = []
         place = decision.found_inf.device
         for pending in updates:
@@ -156,7 +156,7 @@ class KernelUpdate(InnerUpdate):
         if self.rule.obstacle(options) is None:
             self.hyper(options)
         else:
-            self._general.check_options(options)
+            self.general.check_options(options)
         self.required_state(options)
 
     @override
@@ -173,7 +173,7 @@ class KernelUpdate(InnerUpdate):
     @override
     def update_signature(self) -> str:
         if self.inner_step.is_hooked or any(map(self.rule.obstacle, self.optimizer.param_groups)):
-            return self._general.update_signature()
+            return self.general.update_signature()
         return f"{type(self.optimizer).__name__}, backend {self.backend.name}"
 
     @override

@@ -20,10 +20,12 @@ from megascale.step.compute_choice import ComputeChoice
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
+from megascale.step.kernel_update import KernelUpdate
 from megascale.step.local_grads import Collected, ReadyGrads, checked_grads
 from megascale.step.offload_tuner import OffloadTuner, Proposal, hidden_fraction, needed_fraction
 from megascale.step.relocation import among, relocate
 from megascale.step.torch_states import is_per_element
+from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import PendingUpdate
 from megascale.step.update_selection import in_host_memory, select_update
 from megascale.utils.autograd import without_grad
@@ -51,6 +53,7 @@ class StepMember:
     Attributes:
         ready: a step that is decided and not yet taken.
         held: its gradients, once :meth:`hold_grads` was called.
+        is_lent: whether the wrapped optimizer holds its main params just now, outside of a step.
         grads: what collects its gradients.
         tuner: finds the fraction of main params in host memory, where that is "auto"; else None.
         unverified_params: by name, parameters that GradSync reduces and whose first values no rank has compared yet.
@@ -96,6 +99,7 @@ class StepMember:
         self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None
         self.held: HeldGrads | None = None
+        self.is_lent = False
         self.unverified_params: dict[str, nn.Parameter] = {}
         self._compares = grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ
         self.grads = ReadyGrads(
@@ -110,6 +114,7 @@ class StepMember:
 
         ``reads_state``: main params or state are read next, so that the host waits until they are in its memory.
         """
+        self.require_not_lent("this call")
         if reads_state:
             self.main_params.wait_for_arrivals()
         param_groups, state = self.optimizer.param_groups, self.optimizer.state
@@ -129,6 +134,25 @@ class StepMember:
                     self.unverified_params[param.name] = param.model
             self.update.create_states(param_groups[unit.group], new)
 
+    def require_not_lent(self, call: str) -> None:
+        """Raise UsageError inside the context of :mod:`megascale.step.main_grads`."""
+        if self.is_lent:
+            raise UsageError(
+                f"{call} came inside with optimizer.main_grads(), where the wrapped optimizer holds the main params: "
+                "leave the context first"
+            )
+
+    @property
+    def general(self) -> GeneralUpdate:
+        """What lends main params to the wrapped optimizer. Raises UsageError where they are in host memory."""
+        update = self.update.general if isinstance(self.update, KernelUpdate) else self.update
+        if self.main_params.arrivals is None and isinstance(update, GeneralUpdate):
+            return update
+        raise UsageError(
+            "main_grads(), train() and eval() need main params beside the model params, and with "
+            "optimizer_cpu_offload=True they are in host memory; build the optimizer without it"
+        )
+
     def sync_to_pack(self, *, to_load: bool) -> None:
         """As :meth:`sync_from_model`. Raises an error that the update before has left, unless ``to_load``."""
         self.sync_from_model()
@@ -140,6 +164,7 @@ class StepMember:
 
         Communicates nothing.
         """
+        self.require_not_lent("offload()")
         if self.main_params.residence.is_away:
             return
         if self.ready is not None:

@@ -74,7 +74,7 @@ class MuonUpdate(KernelUpdate):
             if unit not in self._supported:
                 self._supported[unit] = all(_is_supported(param.main) for param in unit.params)
         if not all(self._supported[pending.unit] for pending in updates):
-            return self._general.prepare(updates)
+            return self.general.prepare(updates)
         return super().prepare(updates)
 
     @override

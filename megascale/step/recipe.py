@@ -40,13 +40,16 @@ from megascale.step.facts import FactsOfSteps
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
 from megascale.step.local_grads import Collected
+from megascale.step.main_grads import LentGrads, require_lendable
 from megascale.step.member import ReadyStep, StepMember
 from megascale.step.misuse import (
     Statistics,
     differing_replicas,
+    has_only_zeros,
     have_replicas_parted,
     parted_replicas,
     unscaled_loss_error,
+    was_skipped,
 )
 from megascale.step.observers import StepObserver, StepRecord
 from megascale.step.overflows import OverflowRecorder
@@ -56,7 +59,7 @@ from megascale.step.stalls import StallWatch
 from megascale.step.uneven_batches import JoinGuard
 from megascale.step.update import OverflowFlags
 from megascale.utils import validate
-from megascale.utils.collectives import all_gather_object, group_size
+from megascale.utils.collectives import all_gather_object, group_size, raise_together
 from megascale.utils.graph_capture import is_capturing
 from megascale.utils.profiling import span
 from megascale.utils.transfer import to_device_async
@@ -290,6 +293,44 @@ class StepRecipe:
         """The statistics of the gradient norm, where ``config.zclip`` keeps them."""
         return None if self.spikes is None else self.spikes.statistics
 
+    # For methods of wrapped optimizers besides step()
+
+    def grads_to_lend(self, error: Exception | None) -> LentGrads:
+        """Finish, measure, agree and decide as :meth:`prepare` does, but clip and rescale nothing, and count no step.
+
+        The host waits for the statistics. ``error``: what this rank found already; all ranks raise it.
+        """
+        self._check_surroundings()
+        scaled = self._is_loss_scaled()
+        try:
+            for member in self.members:
+                require_lendable(member, with_grads=True)
+        except UsageError as caught:
+            error = error or caught
+        collected, stats = self._measure(error, scaled=scaled, call="main_grads()")
+        if not self.errors.consensus.is_alone:
+            stats = grad_stats.agree(stats, self.groups)
+        agreed = self.errors.raise_now(stats.vector)
+        if not has_only_zeros(agreed):  # no gradient at all has every scale
+            self._require_sound(agreed, collected)
+        scale = None if self._grad_scaler is None else self._grad_scaler.live_scale
+        pairs = (zip(update.params, update.grads, strict=True) for own in collected for update in own.updates)
+        grads = {id(param): grad for param, grad in chain.from_iterable(pairs)}
+        return LentGrads(grads, self._backend.decide(stats.vector, scale, 0.0), was_skipped(agreed))
+
+    def no_grads_to_lend(self, members: Sequence[StepMember], error: Exception | None) -> LentGrads:
+        """Return what :meth:`grads_to_lend` does where there are no gradients. All ranks raise what one has found."""
+        try:
+            self._check_surroundings()
+            for member in members:
+                require_lendable(member, with_grads=False)
+                member.sync_from_model()
+        except Exception as caught:  # whatever it is: other ranks wait
+            error = error or caught
+        raise_together(error, self.groups.grad_stats)
+        zero = torch.zeros((), device=members[0].device)
+        return LentGrads({}, Decision(zero, torch.ones_like(zero), zero, zero), overflowed=False)
+
     # For a graph that holds the step
 
     @torch.no_grad()
@@ -344,6 +385,8 @@ class StepRecipe:
 
     def _check_surroundings(self) -> None:
         """Raise UsageError where no step can be computed."""
+        for member in self.members:
+            member.require_not_lent("a step")
         if isinstance(self.groups, AssumedAlone):
             self.groups.require_alone()
         require_values(self.members[0].device)
@@ -368,18 +411,24 @@ class StepRecipe:
         ``collected``: the members' gradients of this step, where a difference between ranks can be searched for.
         """
         if agreed is not None:
-            if agreed[Statistic.SCALED] <= 0:
-                self.errors.drop_pending()
-                raise unscaled_loss_error()
-            if not self.errors.consensus.is_alone and have_replicas_parted(agreed):
-                self.errors.drop_pending()
-                mine = [member.grads.replica_squares(own) for member, own in zip(self.members, collected, strict=False)]
-                every = all_gather_object(dict(chain.from_iterable(map(dict.items, mine))), self.groups.grad_stats)
-                raise parted_replicas(differing_replicas(every))
+            self._require_sound(agreed, collected)
         for observer in self.observers:
             observer.on_step(agreed, record)
 
-    def _measure(self, error: Exception | None, *, scaled: bool) -> tuple[list[Collected], GradStats]:
+    def _require_sound(self, agreed: Statistics, collected: Sequence[Collected]) -> None:
+        """Raise UsageError for gradients of a loss that was not scaled, or that differ between replicas."""
+        if agreed[Statistic.SCALED] <= 0:
+            self.errors.drop_pending()
+            raise unscaled_loss_error()
+        if not self.errors.consensus.is_alone and have_replicas_parted(agreed):
+            self.errors.drop_pending()
+            mine = [member.grads.replica_squares(own) for member, own in zip(self.members, collected, strict=False)]
+            every = all_gather_object(dict(chain.from_iterable(map(dict.items, mine))), self.groups.grad_stats)
+            raise parted_replicas(differing_replicas(every))
+
+    def _measure(
+        self, error: Exception | None, *, scaled: bool, call: str = "step()"
+    ) -> tuple[list[Collected], GradStats]:
         """Return what each member will update, and this rank's statistics of all of it."""
         with span("finish"):
             collected = []
@@ -390,7 +439,7 @@ class StepRecipe:
                 if own.error is not None:
                     error = own.error
                     break
-            vote = 0 if self.errors.consensus.is_alone else self._vote(collected, error)
+            vote = 0 if self.errors.consensus.is_alone else self._vote(collected, error, call)
             errors, stats = self.errors.as_statistic(error, vote), []
             for member, own in zip(self.members, collected, strict=True):
                 stats.append(member.measure(own, errors, scaled))
@@ -398,12 +447,12 @@ class StepRecipe:
                 errors = self.errors.no_errors
         return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
 
-    def _vote(self, collected: Sequence[Collected], error: Exception | None) -> int:
+    def _vote(self, collected: Sequence[Collected], error: Exception | None, call: str) -> int:
         """Return this rank's number for what it does in this step; a rank that has an error does nothing."""
         facts = None
         if error is None:
             times_replaced = self.errors.times_replaced
-            facts = self._facts.of_step(self.members, collected, self.clip_grad, self.grad_scaler, times_replaced)
+            facts = self._facts.of_step(self.members, collected, self.clip_grad, self.grad_scaler, times_replaced, call)
         return self.errors.consensus.vote(facts)
 
     def _decide(self, stats: GradStats) -> tuple[Decision, Decision]:

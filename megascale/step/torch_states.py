@@ -55,17 +55,21 @@ def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mappi
 
 
 def widen(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: MainParam) -> None:
-    """Convert the state of a 16-bit model param to its main param's dtype, in the optimizer's dict.
+    """Convert the state that an optimizer made of a 16-bit model param to its main param's dtype, in its dict.
 
+    Of an optimizer that is not torch's only tensors of the parameter's dtype and shape: others are 16-bit on purpose.
     Values that were rounded stay rounded, except Adagrad's initial accumulator before the first step: it is set anew.
     """
-    state = optimizer.state.get(param.model, {})
+    state, is_torchs = optimizer.state.get(param.model, {}), _is_torchs(optimizer)
     rounded = {
         key: value
         for key, value in state.items()
         if isinstance(value, Tensor)
-        and value.dtype in HALF_DTYPES
-        and (value.shape == param.main.shape or _is_torchs(optimizer))
+        and (
+            value.dtype in HALF_DTYPES
+            if is_torchs
+            else value.dtype == param.form.dtype and value.shape == param.main.shape
+        )
     }
     state.update({key: value.to(param.main.dtype) for key, value in rounded.items()})
     if isinstance(optimizer, torch.optim.Adagrad) and "sum" in rounded and float(state["step"]) == 0:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +17,15 @@ from megascale.kernels import (
     memory_fault,
 )
 from megascale.main_params.main_param import MainParam
-from megascale.rules import KINDS
+from megascale.rules import BY_KIND, KINDS, OWN_STEPS
 from megascale.step.decoded import held_params
-from megascale.step.inner_step import InnerStep, replaceable_grad
+from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import rate
+from megascale.step.lending import holders_of, is_narrow, lent, narrow_names
 from megascale.step.own_state import check_options, check_state, complete_state
 from megascale.step.torch_states import state_of, widen, with_tensor_counts
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
-from megascale.utils.dtensors import dtensor_like, is_cut, to_local
+from megascale.utils.dtensors import is_cut, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.wording import either
 
@@ -36,21 +37,27 @@ class GeneralUpdate(InnerUpdate):
         self.optimizer = optimizer
         self.backend = backend
         self.inner_step = inner_step or InnerStep(optimizer)
+        # Of these it is known that they keep no 16-bit state of their own accord.
+        self._is_torchs = type(optimizer) in OWN_STEPS or type(optimizer) in BY_KIND
 
     def backend_on(self, device: torch.device) -> Backend:
         """Return the backend of main params that are on ``device``."""
         return self.backend
 
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        """Widen state to the main param's dtype, and drop that of parameters that other ranks own.
+        """Widen state that was made of 16-bit parameters, and drop that of parameters that other ranks own.
 
-        New state is the optimizer's own affair.
+        New state is the optimizer's own affair: it is made of fp32 main params, so that what is 16-bit in it is so on
+        purpose.
         """
+        holders = holders_of(self.optimizer)
         for param in params:
-            if not param.is_owned:
-                self.optimizer.state.pop(param.model, None)
-            if param.is_copy:
-                widen(self.optimizer, options, param)
+            for holder in holders.values():
+                if not param.is_owned:
+                    holder.state.pop(param.model, None)
+                if param.is_copy and (self._is_torchs or param.narrow_state is None):
+                    widen(holder, options, param)
+            param.narrow_state = narrow_names(holders, param)
 
     @override
     def check_options(self, options: dict[str, Any]) -> None:
@@ -95,17 +102,32 @@ class GeneralUpdate(InnerUpdate):
         for pending in updates:
             self.check_options(pending.options)
         every = [(pending.options, param) for pending in updates for param in pending.params]
+        holders = holders_of(self.optimizer)
         for options, param in every:
-            state = state_of(self.optimizer, param)
-            for name, value in state.items():
-                if isinstance(value, Tensor) and (fault := memory_fault(to_local(value))):
-                    raise UsageError(f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew")
+            for path, holder in holders.items():
+                self._check_state_of(param, holder, f"{path}." if path else "")
             if param.is_owned:
-                check_state(self.optimizer, options, param, state)
+                check_state(self.optimizer, options, param, state_of(self.optimizer, param))
         for options, param in every:
             if param.is_owned:
                 complete_state(self.optimizer, options, param, state_of(self.optimizer, param))
         return [replace(pending, call=None) for pending in updates]
+
+    def _check_state_of(self, param: MainParam, holder: torch.optim.Optimizer, prefix: str) -> None:
+        """Raise UsageError, naming it, for a parameter's state that no step can use. ``prefix``: of its names."""
+        narrow = param.narrow_state if param.is_copy and not self._is_torchs else None
+        for name, value in state_of(holder, param).items():
+            if isinstance(value, Tensor) and (fault := memory_fault(to_local(value))):
+                raise UsageError(
+                    f"the optimizer's state[{param.name!r}][{prefix + name!r}] {fault}; load the state anew"
+                )
+            if narrow is not None and is_narrow(value, param) and f"{prefix}{name}" not in narrow:
+                raise UsageError(
+                    f"the optimizer's state[{param.name!r}][{prefix + name!r}] is {param.form.dtype}, as the parameter "
+                    f"is: a method of {type(holder).__name__} has made it of 16-bit weights or scaled gradients. Call "
+                    "the method inside `with optimizer.main_grads() as inner:`, which shows it fp32 ones; and delete "
+                    "this state, or load a checkpoint"
+                )
 
     @override
     def apply(
@@ -128,17 +150,13 @@ class GeneralUpdate(InnerUpdate):
         for param in params:
             param.decode()
         try:
-            with self._on_main_params(params, grads, decision):
+            with self.lend(params, self.unscaled(params, grads, decision)):
                 self.inner_step()
         except Exception as error:  # whatever it is: other ranks wait
             failure = error
         # After a failure, too: model params must be the roundings of main params, and other ranks wait for the gathers
         # that mark_written() starts.
-        by_device: defaultdict[torch.device, list[MainParam]] = defaultdict(list)
-        for param in params:
-            if param.is_copy:
-                by_device[to_local(param.main).device].append(param)
-        overflow_flags = [OverflowFlags(held, self._round(held, decision)) for held in by_device.values()]
+        overflow_flags = self.round_(params)
         for pending in updates:
             mark_written(pending.unit)
         if failure is not None:
@@ -155,52 +173,53 @@ class GeneralUpdate(InnerUpdate):
             ) from failure
         return overflow_flags
 
-    def _round(self, params: list[MainParam], decision: Decision) -> Tensor:
-        """Round main params of one device into their model params, with their remainders where they are held so."""
+    def round_(self, params: Sequence[MainParam]) -> list[OverflowFlags]:
+        """Round main params into their model params, with their remainders where they are held so."""
+        by_device: defaultdict[torch.device, list[MainParam]] = defaultdict(list)
+        for param in params:
+            if param.is_copy:
+                by_device[to_local(param.main).device].append(param)
+        return [OverflowFlags(held, self._round(held)) for held in by_device.values()]
+
+    def _round(self, params: list[MainParam]) -> Tensor:
+        """Round main params of one device. Returns which of them did not fit, bool, shape [len(params)]."""
         mains, models = [to_local(param.main) for param in params], [param.rounded for param in params]
-        if params[0].remainder is None:
-            return self.backend_on(mains[0].device).write_back_(mains, models)
-        held = held_params(params, models, mains)
         device = mains[0].device
-        flags = self.backend_on(device).encode_(held, decision.to(device).found_inf)
+        if params[0].remainder is None:
+            return self.backend_on(device).write_back_(mains, models)
+        flags = self.backend_on(device).encode_(held_params(params, models, mains), torch.zeros((), device=device))
         for param in params:
             param.release()
         return flags
 
     @contextmanager
-    def _on_main_params(self, params: list[MainParam], grads: list[Tensor], decision: Decision) -> Iterator[None]:
-        """Show the optimizer main params with unscaled gradients in place of model params; restore all of it after."""
-        optimizer, state = self.optimizer, self.optimizer.state
-        shown = {id(param.model): param for param in params}
-        model_params = [list(group["params"]) for group in optimizer.param_groups]
-        narrow = [(param, _widen(state.get(param.model, {}), param.main)) for param in params]
-        set_aside = ExitStack()
-        decided = {device: decision.to(device) for device in {grad.device for grad in grads}}
+    def lend(self, params: Sequence[MainParam], grads: Sequence[Tensor | None]) -> Iterator[None]:
+        """Lend main params to the optimizer inside the context: see :func:`megascale.step.lending.lent`."""
+        with self._wide_moments(params), lent(self.optimizer, params, grads):
+            yield
+
+    def unscaled(self, params: Sequence[MainParam], grads: Sequence[Tensor], decision: Decision) -> Sequence[Tensor]:
+        """Return new local gradients, in the dtypes of main params, times the decision's coefficient."""
+        by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+        for index, grad in enumerate(grads):
+            by_device[grad.device].append(index)
+        found: dict[int, Tensor] = {}
+        for device, indices in by_device.items():
+            given, mains = [grads[index] for index in indices], [to_local(params[index].main) for index in indices]
+            made = self.backend_on(device).unscale(given, mains, decision.to(device).coefficient)
+            found.update(zip(indices, made, strict=True))
+        return [found[index] for index in range(len(grads))]
+
+    @contextmanager
+    def _wide_moments(self, params: Sequence[MainParam]) -> Iterator[None]:
+        """Show torch's own optimizers fp32 numbers of moments that are held in 16 bits, as their arithmetic wants."""
+        state = self.optimizer.state
+        narrow = [(param, _widen(state.get(param.model, {}), param.main)) for param in params if self._is_torchs]
         try:
-            for param, grad in zip(params, grads, strict=True):
-                backend, there = self.backend_on(grad.device), decided[grad.device]
-                [unscaled] = backend.unscale([grad], [to_local(param.main)], there.coefficient)
-                if param.main is param.model:
-                    set_aside.enter_context(replaceable_grad(param.model))
-                param.main.grad = dtensor_like(unscaled, param.main)
-                # State is keyed by parameter: it moves to the key under which step() looks for it.
-                if param.main is not param.model and param.model in state:
-                    state[param.main] = state.pop(param.model)
-            # Only parameters of this step: others may still have a gradient, and step() would update them by it.
-            for group in optimizer.param_groups:
-                group["params"] = [shown[id(p)].main for p in group["params"] if id(p) in shown]
             yield
         finally:
-            state = optimizer.state  # its step may have replaced it
-            for param in params:
-                param.main.grad = None
-                if param.main is not param.model and param.main in state:
-                    state[param.model] = state.pop(param.main)
-            for group, originals in zip(optimizer.param_groups, model_params, strict=True):
-                group["params"] = originals
-            set_aside.close()
             for param, dtypes in narrow:
-                own = state.get(param.model, {})
+                own = self.optimizer.state.get(param.model, {})
                 own.update({name: own[name].to(dtype) for name, dtype in dtypes.items() if name in own})
 
 

@@ -1,0 +1,130 @@
+"""Lends main params, with unscaled gradients, to the wrapped optimizer in place of model params.
+
+Whatever an optimizer computes while it holds them, in its ``step()`` or in another method, it computes in fp32, and the
+state that it makes is fp32. This is the one way in which code of a wrapped optimizer sees main params.
+
+An optimizer may hold others of the same parameters, as Lookahead and SAM do. They are lent the same.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.errors import UsageError
+from megascale.main_params.main_param import MainParam
+from megascale.step.inner_step import replaceable_grad
+from megascale.utils.dtensors import dtensor_like, held, to_local
+from megascale.utils.nests import tensors_in
+
+
+def holders_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizer, under "", and those of the same parameters that it holds, under their attributes' paths."""
+    found = {"": optimizer}
+    seen = {id(optimizer)}
+    params: set[int] = set()
+
+    def search(path: str, value: Any) -> None:
+        if isinstance(value, torch.optim.Optimizer) and id(value) not in seen:
+            seen.add(id(value))
+            if not params:
+                params.update(_param_ids(optimizer))
+            if not params.isdisjoint(_param_ids(value)):
+                found[path] = value
+                search_in(f"{path}.", vars(value))
+        elif isinstance(value, (list, tuple)):
+            search_in(f"{path}.", dict(enumerate(value)))
+
+    def search_in(prefix: str, attributes: Mapping[Any, Any]) -> None:
+        for name, value in attributes.items():
+            if name != "param_groups":
+                search(f"{prefix}{name}", value)
+
+    search_in("", vars(optimizer))
+    return found
+
+
+def _param_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+def narrow_names(holders: Mapping[str, torch.optim.Optimizer], param: MainParam) -> frozenset[str]:
+    """Return the names of a 16-bit parameter's state that has its dtype, with the paths of who holds it before them."""
+    if not param.is_copy:
+        return frozenset()
+    return frozenset(
+        f"{path}.{key}" if path else key
+        for path, holder in holders.items()
+        for key, value in holder.state.get(param.model, {}).items()
+        if is_narrow(value, param)
+    )
+
+
+def is_narrow(value: Any, param: MainParam) -> bool:
+    """Return whether an entry of a parameter's state holds a tensor of the parameter's 16-bit dtype."""
+    if isinstance(value, Tensor):
+        return value.dtype == param.form.dtype
+    return any(one.dtype == param.form.dtype for one in tensors_in(value))
+
+
+@contextmanager
+def lent(
+    optimizer: torch.optim.Optimizer, params: Sequence[MainParam], grads: Sequence[Tensor | None]
+) -> Iterator[None]:
+    """Show the optimizer main params in place of model params inside the context; restore all of it after.
+
+    It sees these parameters alone: others may still have a gradient, by which it would update them.
+
+    Args:
+        params: owned by this rank, and decoded.
+        grads: of each the local gradient, unscaled, in the main param's dtype; None: it has none.
+
+    Raises UsageError if param groups were added or removed inside; they are then as before.
+    """
+    main_of = {id(param.model): param.main for param in params}
+    copies = [param for param in params if param.main is not param.model]
+    by_path = holders_of(optimizer)
+    holders = list(by_path.values())
+    groups_before = [list(holder.param_groups) for holder in holders]
+    params_before = [[group["params"] for group in groups] for groups in groups_before]
+    memory = [to_local(param.main) for param in params]
+    set_aside = ExitStack()
+    try:
+        for param, grad in zip(params, grads, strict=True):
+            if param.main is param.model:
+                set_aside.enter_context(replaceable_grad(param.model))
+            param.main.grad = None if grad is None else dtensor_like(grad, param.main)
+        # State is keyed by parameter: it moves to the key under which the optimizer looks for it.
+        for holder in holders:
+            for param in copies:
+                if param.model in holder.state:
+                    holder.state[param.main] = holder.state.pop(param.model)
+        for groups, listed in zip(groups_before, params_before, strict=True):
+            for group, models in zip(groups, listed, strict=True):
+                group["params"] = [main_of[id(model)] for model in models if id(model) in main_of]
+        yield
+    finally:
+        for param in params:
+            param.main.grad = None
+        set_aside.close()
+        changed = False
+        for holder, groups, listed in zip(holders, groups_before, params_before, strict=True):
+            if len(holder.param_groups) != len(groups):
+                changed, holder.param_groups[:] = True, groups
+            for group, models in zip(holder.param_groups, listed, strict=True):
+                group["params"] = models
+            for param in copies:  # its step may have replaced its state
+                if param.main in holder.state:
+                    holder.state[param.model] = holder.state.pop(param.main)
+        for param, before in zip(params, memory, strict=True):
+            # `p.data = old`, as some optimizers write it, is a copy: main params stay where they are.
+            if (now := to_local(param.main)).data_ptr() != before.data_ptr():
+                held(param.main).data = before.copy_(now)
+            param.narrow_state = narrow_names(by_path, param)
+    if changed:
+        raise UsageError(
+            f"{type(optimizer).__name__} added or removed param groups while it held main params; add them by the "
+            "wrapper's add_param_group()"
+        )
