@@ -22,12 +22,14 @@ from megascale.step.recipe import StepRecipe
 from megascale.step.result import StepResult
 from megascale.utils import validate
 from megascale.utils.collectives import raise_together
+from megascale.utils.graph_breaks import methods_outside_of_graphs
 from megascale.utils.step_hooks import with_step_hooks
 
 if TYPE_CHECKING:
     from megascale.optimizer import MixedPrecisionOptimizer
 
 
+@methods_outside_of_graphs
 class MegascaleOptimizer(torch.optim.Optimizer):
     """The step, the loss scale and the state dict of every optimizer here; of a chain, those of all its members.
 

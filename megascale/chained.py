@@ -23,6 +23,7 @@ from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_
 from megascale.step.ownership import scaler_conflict
 from megascale.step.recipe import StepRecipe
 from megascale.utils import validate
+from megascale.utils.graph_breaks import methods_outside_of_graphs
 from megascale.utils.spelling import names_arguments
 
 SHARED_KEYS = ("grad_scaler", "step_counts", "norm_statistics", "version")
@@ -30,6 +31,7 @@ SHARED_KEYS = ("grad_scaler", "step_counts", "norm_statistics", "version")
 
 
 @names_arguments
+@methods_outside_of_graphs
 class ChainedOptimizer(MegascaleOptimizer):
     """Several MixedPrecisionOptimizers or DistributedOptimizers over one model: dense and expert parameters, say.
 

@@ -26,6 +26,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, U
 from megascale.host_view import HostView
 from megascale.landed.learning_rates import GroupRates, number_of, takes_rates_on_device
 from megascale.landed.steps import StepOutcomes
+from megascale.utils.graph_breaks import methods_outside_of_graphs
 from megascale.utils.spelling import names_arguments
 
 
@@ -38,6 +39,7 @@ class _Position(NamedTuple):
 
 
 @names_arguments
+@methods_outside_of_graphs
 class LandedLRScheduler(LRScheduler):
     """A torch LR scheduler that counts landed steps only. Call :meth:`step` after every ``optimizer.step()``.
 

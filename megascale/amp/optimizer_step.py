@@ -19,6 +19,7 @@ from megascale.optimizer import StepResult
 from megascale.utils import validate
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import to_local
+from megascale.utils.graph_breaks import outside_of_graphs
 from megascale.utils.transfer import to_device_async
 
 
@@ -29,6 +30,7 @@ class _Clipping(NamedTuple):
     value: float | None
 
 
+@outside_of_graphs
 def optimizer_step(
     loss: Tensor,
     optimizer: torch.optim.Optimizer,

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale.errors import ArgumentError
+from megascale.utils.graph_breaks import outside_of_graphs
 
 if TYPE_CHECKING:
     from megascale.grad_sync.sync import GradSync
@@ -29,6 +30,7 @@ class GradHook:
         self._name = name
         self._bucket_index = bucket_index
 
+    @outside_of_graphs  # in a compiled training step backward runs, and calls its hooks, as compiled code
     def __call__(self, param: nn.Parameter) -> None:
         """Called by torch after it has accumulated a gradient."""
         owner = self.owner()

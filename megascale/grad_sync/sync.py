@@ -33,6 +33,7 @@ from megascale.grad_sync.synced_bucket import SyncedBucket, tag_of
 from megascale.grad_sync.usable_grads import memory_error, under_ddp, why_not_taken
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
 from megascale.utils import validate
+from megascale.utils.autograd import without_grad
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import is_dtensor
 from megascale.utils.spelling import names_arguments
@@ -392,7 +393,7 @@ class GradSync:
         """Return the buffers of parameters that ``group`` reduces; ``expert``: whether they are experts'."""
         return build_layouts(sizes, 1, bucket_numel=self._bucket_numel)
 
-    @torch.no_grad()
+    @without_grad
     def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:
         """Add the gradient that backward has just made to the main grad; start reductions of complete buckets."""
         bucket = self.buckets[bucket_index]

@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megascale.utils.graph_breaks import outside_of_graphs
+
 # Modules of torch.nn that only call their children; any other one of torch.nn may use its children's weights itself, as
 # MultiheadAttention does.
 CALLERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
@@ -197,7 +199,7 @@ class _BeforeForward(_Hook):
         return False
 
 
-@torch._compile._disable_dynamo  # torch.compiler.disable() would import the compiler
+@outside_of_graphs
 def enter_region(hooks: GatherHooks, module: nn.Module) -> None:
     """Wait, in Python, for what compiled code reads below ``module``: its graph begins after that."""
     hooks.enter_region(module)

@@ -21,6 +21,7 @@ from megascale.main_params.main_param import MainParam
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.utils.collectives import is_alone_in_world
 from megascale.utils.dtensors import held, is_dtensor
+from megascale.utils.graph_breaks import outside_of_graphs
 from megascale.utils.streams import current_stream, keep
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -163,6 +164,7 @@ def _weakly(copies: GradCopies, method: Callable[..., None], *first: Any) -> Cal
     """
     there = ref(copies)
 
+    @outside_of_graphs  # as GradHook
     def hook(*given: Any) -> None:
         own = there()
         if own is not None:

@@ -129,7 +129,7 @@ NAMES = (
     TorchName("torch.nn.Module._buffers", "lends averages to the model"),
     TorchName("torch.nn.Module._forward_pre_hooks", "copies of a module have no hooks of ours"),
     TorchName("torch.nn.Module._compiled_call_impl", "a module compiled in place waits before its graph begins"),
-    TorchName("torch._compile._disable_dynamo", "other compiled code is cut where a module waits for its parameters"),
+    TorchName("torch._compile._disable_dynamo", "compiled code has a graph break where it calls the library"),
     TorchName("torch.nn.Module._state_dict_pre_hooks", "copies of a module have no hooks of ours"),
     TorchName("torch.nn.Module._load_state_dict_pre_hooks", "copies of a module have no hooks of ours"),
     TorchName(
