@@ -24,6 +24,7 @@ from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 from megascale.rules import ELEMENTWISE
 from megascale.step.arguments import check_arguments
+from megascale.step.known_optimizers import refuse_sums_over_parameters
 from megascale.utils import validate
 from megascale.utils.spelling import names_arguments
 
@@ -44,7 +45,8 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 
     Shards are cut in one of two ways. By elements: all are equal, and cut parameters anywhere; for an optimizer whose
     update of an element reads no other element. By parameters: each parameter has one owner, whose optimizer sees it
-    whole; for Muon, Adafactor, LAMB, Shampoo and any other whose update of a parameter reads no other parameter.
+    whole; for Muon, Adafactor, LAMB, Shampoo and any other whose update of a parameter reads no other parameter. One
+    that takes a norm over all parameters is refused where that is known, as LAMB's with ``max_grad_norm``.
     Owners are chosen longest first by a cost that is a function of the shape: :mod:`megascale.grad_sync.owners`.
 
     ``state`` holds this rank's 1-D pieces or whole parameters, :meth:`main_params` yields them. :meth:`state_dict` is
@@ -95,6 +97,8 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         check_arguments(optimizer, config, grad_scaler, sharded=True)
         _check_overlap(config, overlap_param_gather)
         by_parameter = is_sharded_by_parameter(optimizer, shard, elementwise)
+        if by_parameter:
+            refuse_sums_over_parameters(optimizer)
         chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
         names = _names(chunks, optimizer)
         warn_of_cast_buffers(chunks)

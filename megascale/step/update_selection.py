@@ -16,6 +16,7 @@ from megascale.step.compute_choice import ComputeChoice
 from megascale.step.host_own_step import HostOwnStep
 from megascale.step.host_update import HostUpdate
 from megascale.step.kernel_update import KernelUpdate
+from megascale.step.known_optimizers import refuse_low_bit_moments
 from megascale.step.muon_update import MuonUpdate
 from megascale.step.streamed_update import StreamedUpdate
 from megascale.step.torch_step import GeneralUpdate
@@ -40,6 +41,7 @@ def check_inner(optimizer: torch.optim.Optimizer) -> None:
         raise ArgumentError(
             f"optimizer {type(optimizer).__name__} works on sparse gradients only; use Adam and a dense embedding"
         )
+    refuse_low_bit_moments(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ArgumentError(

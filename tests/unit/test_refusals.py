@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, cast_model
 from megascale.errors import ArgumentError, InnerStepError, UsageError
 from tests.pool import RankPool
-from tests.whole_optimizers import Shampoo
+from tests.whole_optimizers import Lamb, Shampoo
 
 
 class Refusal(NamedTuple):
@@ -81,12 +81,63 @@ def _whole_matrices_under_fsdp2() -> None:
         optimizer.step()
 
 
+class AdamW8bit(torch.optim.AdamW):
+    """Named as torchao's."""
+
+    __module__ = "torchao.optim.adam"
+
+
+class FusedLAMB(Lamb):
+    """With the options of apex's."""
+
+    def __init__(self, named: Any, max_grad_norm: float = 1.0) -> None:
+        super().__init__([{"params": list(named), "max_grad_norm": max_grad_norm}])
+
+
+class Prodigy(torch.optim.SGD):
+    """Named as the one that estimates a step size from all parameters."""
+
+
+class Holding(Lamb):
+    """Holds another optimizer of the same parameters."""
+
+    def __init__(self, named: Any) -> None:
+        named = list(named)
+        super().__init__(named)
+        self.bases = [FusedLAMB(named)]
+
+
+def _low_bit_moments_of_torchao() -> None:
+    MixedPrecisionOptimizer(AdamW8bit(_model().parameters()))
+
+
+def _by_parameters(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+    model = _model()
+    DistributedOptimizer(kind(model.named_parameters()), modules=model, **options)
+
+
+def _one_norm_by_parameters() -> None:
+    _by_parameters(FusedLAMB)
+
+
+def _one_norm_of_a_base() -> None:
+    _by_parameters(Holding)
+
+
+def _one_sum_by_parameters() -> None:
+    _by_parameters(Prodigy, shard="parameters")
+
+
 ROWS = [
     Refusal("FSDP1", _fsdp1, ArgumentError, "torch.distributed.fsdp.fully_shard (FSDP2)", 2),
     Refusal("FSDP1, use_orig_params=True", _fsdp1_with_views, ArgumentError, "fully_shard (FSDP2)", 2),
     Refusal("ZeRO-1 over FSDP1", _fsdp1_zero1, ArgumentError, "fully_shard (FSDP2)", 2),
     Refusal("DDP.join() with uneven batches", _uneven_batches, UsageError, "throw_on_early_termination=True", 2),
     Refusal("SOAP or Shampoo under FSDP2", _whole_matrices_under_fsdp2, InnerStepError, "shard='parameters'", 2),
+    Refusal("8-bit AdamW of torchao", _low_bit_moments_of_torchao, ArgumentError, "exp_avg_sq_dtype=torch.uint8"),
+    Refusal("LAMB's norm, by parameters", _one_norm_by_parameters, ArgumentError, "pass clip_grad=1.0", 2),
+    Refusal("a base's norm, by parameters", _one_norm_of_a_base, ArgumentError, "pass clip_grad=1.0", 2),
+    Refusal("Prodigy, by parameters", _one_sum_by_parameters, ArgumentError, "use MixedPrecisionOptimizer", 2),
 ]
 
 
