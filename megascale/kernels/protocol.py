@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from megascale.kernels.compact_moments import is_scale
 from megascale.kernels.decision import Decision, GradWeights, ScaleRule, TensorStats
+from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 from megascale.utils.cached import cached
+
+T = TypeVar("T")
 
 FP16_OVERFLOW = 65520.0
 """The smallest fp32 magnitude that rounds to inf in fp16."""
@@ -19,7 +22,7 @@ FP16_OVERFLOW = 65520.0
 class Operands:
     """The tensors of one update. All lists have one entry per parameter; entries of one parameter share a shape.
 
-    A list may be a TensorList, too: what that has read is not read again.
+    A list may be a TensorList, too: what that has read is not read again, and a part of it has it as well.
 
     The same object may be passed again with another ``grad``, as long as no other tensor has moved.
 
@@ -54,16 +57,22 @@ class Operands:
         return any(map(is_scale, self.state))
 
     def pick(self, indices: list[int]) -> "Operands":
-        """Return the operands of the parameters at ``indices``."""
+        """Return the operands of the parameters at ``indices``. A list that is empty, as unused ones are, stays so."""
+
+        def pick(column: Sequence[T]) -> Any:
+            if isinstance(column, TensorList):
+                return column.pick(indices)
+            return [column[index] for index in indices] if column else []
+
         return Operands(
-            model=[self.model[i] for i in indices],
-            main=[self.main[i] for i in indices],
-            grad=[self.grad[i] for i in indices],
-            state={name: [tensors[i] for i in indices] for name, tensors in self.state.items()},
-            start=[self.start[i] for i in indices] if self.start else [],
-            step=[self.step[i] for i in indices] if self.step else [],
-            remainder=[self.remainder[i] for i in indices] if self.remainder else [],
-            fingerprint=[self.fingerprint[i] for i in indices] if self.fingerprint else [],
+            model=pick(self.model),
+            main=pick(self.main),
+            grad=pick(self.grad),
+            state={name: pick(tensors) for name, tensors in self.state.items()},
+            start=pick(self.start),
+            step=pick(self.step),
+            remainder=pick(self.remainder),
+            fingerprint=pick(self.fingerprint),
         )
 
 

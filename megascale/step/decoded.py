@@ -1,5 +1,6 @@
 """Main params held as remainders, decoded for an update: some at a time, into scratch memory that all of them share."""
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -28,6 +29,14 @@ class DecodedParams:
         models, starts = [param.rounded for param in params], _starts(params)
         self.mains = [_like(model, scratch[start:]) for model, start in zip(models, starts, strict=False)]
         self._held = held_params(params, models, self.mains)
+
+    def pick(self, indices: Sequence[int]) -> "DecodedParams":
+        """Return those at ``indices``, in the same places of the scratch memory."""
+        picked = copy.copy(self)
+        picked.params = [self.params[index] for index in indices]
+        picked.mains = [self.mains[index] for index in indices]
+        picked._held = self._held.pick(indices)
+        return picked
 
     def decode(self, backend: Backend) -> None:
         """Compute the main params from model params and remainders."""

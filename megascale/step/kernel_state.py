@@ -150,6 +150,16 @@ class KernelState:
         if wanting:
             self.create(wanting, names)
 
+    def is_whole(self, param: MainParam, names: Sequence[str]) -> bool:
+        """Whether all state of these names is there, as kernels can use it."""
+        entry = self._optimizer.state.get(param.model)
+        try:
+            return isinstance(entry, dict) and all(
+                entry.get(name) is not None and self._fits(name, entry[name], param) for name in names
+            )
+        except UsageError:
+            return False
+
     def require_apart(
         self,
         units: Sequence[tuple[Sequence[MainParam], Sequence[str]]],

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,10 +18,11 @@ from megascale.kernels import (
     Decision,
     Operands,
     ReferenceBackend,
+    TensorList,
 )
 from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.main_param import MainParam
-from megascale.main_params.update_unit import UpdateUnit
+from megascale.main_params.update_unit import MOST_PARTS, UpdateUnit
 from megascale.rules import CODE_DTYPES, MOMENTS, Hyper, Rule
 from megascale.rules.options import require_options
 from megascale.step.compact_state import require_supported, start_of, with_scales
@@ -33,10 +35,43 @@ from megascale.utils.dtensors import to_local
 
 
 class _CachedOperands(NamedTuple):
-    """A unit's cached operands, and the state tensors that they were built from."""
+    """A unit's cached operands, and the state tensors that they were built from.
 
+    Attributes:
+        params: of the unit: all but those that had neither a gradient nor whole state, by their index.
+        parts: operands of some of them, for the newest steps in which the others had no gradient, by their indices.
+    """
+
+    params: dict[int, MainParam]
     state: StateColumns
     prepared: list[Prepared]
+    parts: dict[tuple[int, ...], list[Prepared]]
+
+    def of(self, pending: PendingUpdate) -> list[Prepared] | None:
+        """Return the operands of the parameters that have a gradient; None if one of them is not here."""
+        are_all = len(self.params) == len(pending.whole.params)
+        if pending.indices is None:
+            return self.prepared if are_all else None
+        key = tuple(pending.indices)
+        found = self.parts.pop(key, None)
+        if found is None:
+            if not are_all and not self.params.keys() >= set(key):
+                return None
+            found = self._pick(key)
+        self.parts[key] = found  # the newest is last
+        if len(self.parts) > MOST_PARTS:
+            del self.parts[next(iter(self.parts))]
+        return found
+
+    def _pick(self, chosen: tuple[int, ...]) -> list[Prepared]:
+        place_of = {index: place for place, index in enumerate(chosen)}
+        places = [place_of.get(index) for index in self.params]  # in the part, of each parameter here
+        found = []
+        for one in self.prepared:
+            pairs = [(at, place) for at, index in enumerate(one.indices) if (place := places[index]) is not None]
+            if pairs:
+                found.append(one.pick([at for at, _ in pairs], [place for _, place in pairs]))
+        return found
 
 
 class _CachedHyper(NamedTuple):
@@ -120,7 +155,7 @@ class KernelUpdate(InnerUpdate):
         ready = []
         for pending, operands, own in zip(updates, self._operands(updates, hypers), hypers, strict=True):
             call = KernelCall(operands, own.hyper)
-            ready.append(PendingUpdate(pending.options, pending.unit, pending.grads, call))
+            ready.append(replace(pending, call=call))
         return ready
 
     @override
@@ -226,9 +261,9 @@ class KernelUpdate(InnerUpdate):
         """Make memory that remainders can be decoded into; cached operands lie in the memory before, if any."""
         needed: dict[torch.device, int] = {}
         for pending in updates:
-            if pending.unit in self._prepared:
+            if pending.whole in self._prepared:
                 continue
-            held = [param for param in pending.params if param.remainder is not None]
+            held = [param for param in pending.whole.params if param.remainder is not None]
             for device, params in _by_device(held).items():
                 chosen = [held[index] for index in params]
                 most = max(scratch_numel([chosen[i] for i in indices]) for indices in decoded_together(chosen))
@@ -246,38 +281,59 @@ class KernelUpdate(InnerUpdate):
         """
         kept: list[list[Prepared]] = []
         for pending, known in zip(updates, hypers, strict=True):
-            one = self._prepared.get(pending.unit)
-            if one is not None and one.state.hold(known.state_names):
-                kept.append(one.prepared)
-        if len(kept) < len(updates):
-            names = [known.state_names for known in hypers]
-            units = [(pending.params, known) for pending, known in zip(updates, names, strict=True)]
-            self._state.require_apart(units, [pending.grads for pending in updates], self._idle(updates))
-            for pending, own in zip(updates, names, strict=True):
-                if self._cached(pending.unit, own) is None:
-                    self._state.complete(pending.params, own, self.rule.optional_state)
-            self._state.separate(units)
-            kept = [
-                (self._cached(pending.unit, own) or self._new_operands(pending, own)).prepared
-                for pending, own in zip(updates, names, strict=True)
-            ]
-        return kept
+            one = self._cached(pending, known.state_names)
+            if one is not None:
+                kept.append(one)
+        return kept if len(kept) == len(updates) else self._new_operands(updates, [one.state_names for one in hypers])
 
-    def _idle(self, updates: Sequence[PendingUpdate]) -> list[MainParam]:
-        """Return main params of earlier steps that are not among ``updates``."""
-        busy = {pending.unit for pending in updates}
-        return [param for unit in list(self._prepared) if unit not in busy for param in unit.params]
+    def _cached(self, pending: PendingUpdate, names: list[str]) -> list[Prepared] | None:
+        """Return operands that were made in an earlier step; None if a tensor is another one by now."""
+        kept = self._prepared.get(pending.whole)
+        return kept.of(pending) if kept is not None and kept.state.hold(names) else None
 
-    def _cached(self, unit: UpdateUnit, names: list[str]) -> _CachedOperands | None:
-        """Return the operands of a unit that were made in an earlier step; None if a tensor is another one by now."""
-        kept = self._prepared.get(unit)
-        return kept if kept is not None and kept.state.hold(names) else None
+    def _new_operands(self, updates: Sequence[PendingUpdate], names: Sequence[list[str]]) -> list[list[Prepared]]:
+        """Return the operands of all units, made anew where those of an earlier step do not serve.
 
-    def _new_operands(self, pending: PendingUpdate, names: list[str]) -> _CachedOperands:
-        state = self._state.columns(pending.params, names)
-        prepared = _prepare(pending.params, state.by_name, self._scratch, fuses=self.fuses_remainders)
-        made = self._prepared[pending.unit] = _CachedOperands(state, prepared)
-        return made
+        Parameters without a gradient are among those of their unit if their state is whole: no step creates any for
+        them, or complains of it.
+        """
+        units: list[tuple[list[MainParam], list[str]]] = []
+        grads: list[Sequence[Tensor]] = []
+        chosen: list[dict[int, MainParam]] = []
+        for pending, known in zip(updates, names, strict=True):
+            place_of = None if pending.indices is None else {index: at for at, index in enumerate(pending.indices)}
+            params, theirs = {}, []
+            for index, param in enumerate(pending.whole.params):
+                place = index if place_of is None else place_of.get(index)
+                if place is not None or self._state.is_whole(param, known):
+                    params[index] = param
+                    theirs.append(param.part if place is None else pending.grads[place])
+            chosen.append(params)
+            grads.append(theirs)
+            units.append((list(params.values()), known))
+        self._state.require_apart(units, grads, self._idle(updates, units))
+        for pending, (listed, known) in zip(updates, units, strict=True):
+            if self._cached(pending, known) is None:
+                self._state.complete(listed, known, self.rule.optional_state)
+        self._state.separate(units)
+        found = []
+        for pending, params, (listed, known) in zip(updates, chosen, units, strict=True):
+            kept = self._cached(pending, known)
+            if kept is None:
+                state = self._state.columns(listed, known)
+                prepared = _prepare(listed, state.by_name, self._scratch, fuses=self.fuses_remainders)
+                made = self._prepared[pending.whole] = _CachedOperands(params, state, prepared, {})
+                kept = made.of(pending)
+            found.append(kept or [])
+        return found
+
+    def _idle(
+        self, updates: Sequence[PendingUpdate], units: Sequence[tuple[list[MainParam], list[str]]]
+    ) -> list[MainParam]:
+        """Return main params of these and of earlier steps that are not among those of ``units``."""
+        busy = {id(param) for params, _ in units for param in params}
+        every = dict.fromkeys([*self._prepared, *(pending.whole for pending in updates)])
+        return [param for unit in every for param in unit.params if id(param) not in busy]
 
     def run(self, prepared: Prepared, hyper: Any, decision: Decision) -> Tensor:
         """Call the kernel and return its overflow flags, one per parameter."""
@@ -340,14 +396,21 @@ def _prepared(
     is_rounded = [param.is_copy and decoded is None for param in chosen]
     models = [param.rounded if own else main for param, main, own in zip(chosen, mains, is_rounded, strict=True)]
     operands = Operands(
-        model=models,
-        main=mains,
-        state={name: [to_local(column[i]) for i in indices] for name, column in state.items() if name != "step"},
+        model=_column(models),
+        main=_column(mains),
+        state={
+            name: _column([to_local(column[i]) for i in indices]) for name, column in state.items() if name != "step"
+        },
         start=[start_of(param) for param in chosen] if any(map(is_scale, state)) else [],
-        step=[state["step"][index] for index in indices] if "step" in state else [],
+        step=_column([state["step"][index] for index in indices]) if "step" in state else [],
     )
     if decoded is None and chosen[0].remainder is not None:
         beside = held_params(chosen, models, mains)
         operands.remainder, operands.fingerprint = beside.remainders, beside.fingerprints
     rounds_to_fp16 = any(param.is_copy and param.model.dtype == torch.float16 for param in chosen)
     return Prepared(chosen, indices, operands, rounds_to_fp16, decoded)
+
+
+def _column(tensors: list[Tensor]) -> Any:
+    """Return a list of operands that a part of them need not read again."""
+    return TensorList(tensors)

@@ -37,14 +37,28 @@ REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or c
 ReplicaSet = tuple[str, tuple[int, ...], str]
 """What ranks are called that hold the same gradient, which they are, and the parameter's name."""
 
-Found = tuple[UpdateUnit, TensorList]
-"""Parameters that have a gradient, and those gradients, local."""
+
+class Found(NamedTuple):
+    """Local gradients of a unit.
+
+    Attributes:
+        unit: of the parameters that have a gradient.
+        grads: in its order.
+        whole: the unit that was searched.
+        indices: of its parameters that have a gradient; None: all.
+    """
+
+    unit: UpdateUnit
+    grads: TensorList
+    whole: UpdateUnit
+    indices: list[int] | None = None
 
 
 class _MainGrads(NamedTuple):
-    """Cached main grads of a unit, valid as long as ``memory`` holds."""
+    """Cached main grads of a unit, valid as long as ``memory`` holds. ``indices``: of the parameters that have one."""
 
     grads: TensorList
+    indices: list[int]
     memory: MemoryRecord
 
 
@@ -102,6 +116,8 @@ class ReadyGrads:
         self._holders = Holders(groups, sharded=sharded)
         self._device = device
         self._weights: tuple[list[MainParam], GradWeights] | None = None
+        self._units: Sequence[UpdateUnit] = ()
+        self._weight_of: dict[MainParam, tuple[float, float]] = {}
         self._kept: WeakKeyDictionary[UpdateUnit, _MainGrads] = WeakKeyDictionary()
         self._measured: _Measured | None = None
 
@@ -122,17 +138,21 @@ class ReadyGrads:
     def collect(self, param_groups: Sequence[dict[str, Any]], main_params: MainParams) -> Collected:
         """Return the gradients there are, after :meth:`finish`. Parameters without a gradient take no part."""
         updates: list[PendingUpdate] = []
-        for unit in main_params.units():
+        units = main_params.units()
+        if units is not self._units:
+            self._units = units
+            self._weight_of.clear()
+        for unit in units:
             found: Found | MegascaleError | None = None
             if self._grad_sync is not None:
                 found = self._synced(unit)
-            if found is None and not unit.has_dtensors and (grads := unit.grads.read()) is not None:
-                found = unit, grads
+            if found is None and not unit.has_dtensors:
+                found = self._together(unit)
             if found is None:
                 found = self._one_by_one(unit)
             if isinstance(found, MegascaleError):
                 return self.failed(found)
-            if found[0].params:
+            if found.unit.params:
                 updates.append(PendingUpdate(param_groups[unit.group], *found))
         params, grads = self._to_measure(updates)
         return Collected(updates, params, grads, self._weigh(params), None)
@@ -196,19 +216,46 @@ class ReadyGrads:
         return known.params, joined
 
     def _synced(self, unit: UpdateUnit) -> Found | MegascaleError | None:
-        """Return the main grads of a unit if all its parameters have one; they are cached."""
+        """Return the main grads of a unit, which are cached. None if a parameter has a gradient beside them."""
         kept = self._kept.get(unit)
         if kept is None or not kept.memory.holds():
             grads: list[Tensor] = []
-            for param in unit.params:
+            indices: list[int] = []
+            for index, param in enumerate(unit.params):
                 grad = self._main_grad(param)
                 if grad is not None:
                     if not self._is_in_place(param, grad):
                         return _misplaced(param.name)
                     grads.append(grad)
-            kept = self._kept[unit] = _MainGrads(TensorList(grads), MemoryRecord(grads))
+                    indices.append(index)
+            kept = self._kept[unit] = _MainGrads(TensorList(grads), indices, MemoryRecord(grads))
             self._measured = None
-        return (unit, kept.grads) if len(kept.grads) == len(unit.params) else None
+        if len(kept.grads) < len(unit.params):
+            have_main_grad = set(kept.indices)
+            for index, param in enumerate(unit.params):
+                if index not in have_main_grad and param.model.grad is not None:
+                    return None
+        return self._some(unit, kept.indices, kept.grads)
+
+    def _together(self, unit: UpdateUnit) -> Found | MegascaleError | None:
+        """Return the ``param.grad`` of a unit, if kernels can read all there are. Else None."""
+        grads = unit.grads.read()
+        if grads is not None:
+            return Found(unit, grads, unit)
+        some = None if self._grad_sync is not None else unit.grads.read_some()
+        if some is None:
+            return None
+        return self._some(unit, *some)
+
+    def _some(self, unit: UpdateUnit, indices: list[int], grads: TensorList) -> Found | MegascaleError:
+        """Return the gradients that there are. An error for one that is missing because another GradSync has it."""
+        if len(indices) == len(unit.params):
+            return Found(unit, grads, unit)
+        are_there = set(indices)
+        for index, param in enumerate(unit.params):
+            if index not in are_there and self._is_taken_elsewhere(param):
+                return UsageError(f"the gradient of {param.name!r} was taken by a GradSync in backward; {REMEDY}")
+        return Found(unit.part(indices), grads, unit, indices)
 
     def _is_in_place(self, param: MainParam, grad: Tensor) -> bool:
         """Whether a main grad still lies in its bucket, as it was created."""
@@ -224,8 +271,9 @@ class ReadyGrads:
 
     def _one_by_one(self, unit: UpdateUnit) -> Found | MegascaleError:
         """Return the parameters that have a gradient or main grad. Gradients that are not plain memory are copied."""
-        found: list[tuple[MainParam, Tensor]] = []
-        for param in unit.params:
+        indices: list[int] = []
+        grads: list[Tensor] = []
+        for index, param in enumerate(unit.params):
             grad, model = self._main_grad(param), param.model
             if grad is not None and not self._is_in_place(param, grad):
                 return _misplaced(param.name)
@@ -237,12 +285,9 @@ class ReadyGrads:
                     model.grad = plain(model.grad)
                 grad = to_local(model.grad)
             if grad is not None:
-                found.append((param, grad))
-            elif self._is_taken_elsewhere(param):
-                return UsageError(f"the gradient of {param.name!r} was taken by a GradSync in backward; {REMEDY}")
-        whole = len(found) == len(unit.params)
-        unit = unit if whole else UpdateUnit(unit.group, [param for param, _ in found])
-        return unit, TensorList(grad for _, grad in found)
+                indices.append(index)
+                grads.append(grad)
+        return self._some(unit, indices, TensorList(grads))
 
     def _is_taken_elsewhere(self, param: MainParam) -> bool:
         """Return whether a live GradSync, not the one that was given, takes the gradients of ``param``."""
@@ -251,16 +296,18 @@ class ReadyGrads:
 
     def _weigh(self, params: list[MainParam]) -> GradWeights:
         if self._weights is None or not are_same(self._weights[0], params):
-            weights = [self._holders.of(param.model) for param in params]
-            contrasts = [
-                weight.contrast if self._are_data_replicas_compared(param) else weight.tensor_contrast
-                for param, weight in zip(params, weights, strict=True)
-            ]
-            if self._replicas_may_differ:
-                contrasts = []
-            shares = self._column([weight.share for weight in weights])
-            self._weights = (params, GradWeights(shares, self._column(contrasts) if any(contrasts) else None))
+            pairs = [self._weight_of.get(param) or self._new_weight(param) for param in params]
+            shares, contrasts = ([pair[at] for pair in pairs] for at in (0, 1))
+            compares = any(contrasts) and not self._replicas_may_differ
+            self._weights = (params, GradWeights(self._column(shares), self._column(contrasts) if compares else None))
         return self._weights[1]
+
+    def _new_weight(self, param: MainParam) -> tuple[float, float]:
+        """Return the share and the contrast of a parameter's gradient, and keep them while the units are the same."""
+        weight = self._holders.of(param.model)
+        contrast = weight.contrast if self._are_data_replicas_compared(param) else weight.tensor_contrast
+        pair = self._weight_of[param] = weight.share, contrast
+        return pair
 
     def replica_squares(self, collected: Collected) -> dict[ReplicaSet, float]:
         """Return the sum of squares of each gradient that other ranks should hold, too. The host waits for it."""

@@ -334,10 +334,12 @@ class StepMember:
         Raises GradientError or UsageError if a tensor is no longer the one of the decision.
         """
         self.sync_from_model()
-        checked = []
+        checked, units = [], set(self.main_params.units())
         for update in ready.updates:
-            unit = UpdateUnit(update.unit.group, update.unit.params)  # they may lie elsewhere by now
-            checked.append(replace(update, unit=unit, grads=checked_grads(unit, update.grads)))
+            if update.whole not in units:  # they lie elsewhere by now
+                unit = UpdateUnit(update.unit.group, update.unit.params)
+                update = replace(update, unit=unit, whole=unit, indices=None)
+            checked.append(replace(update, grads=checked_grads(update.unit, update.grads)))
         return replace(ready, updates=self.update.prepare(checked))
 
     def memory_layout(self) -> list[object]:

@@ -22,12 +22,18 @@ from megascale.step.decoded import DecodedParams
 class PendingUpdate:
     """A unit whose parameters all have gradients, with its param group's options and local gradients in its order.
 
-    ``call``: made by :meth:`InnerUpdate.prepare`.
+    Attributes:
+        whole: the unit of which this one is a part, as some of its parameters have no gradient; the unit itself where
+            all have.
+        indices: of the unit's parameters in ``whole``; None: all.
+        call: made by :meth:`InnerUpdate.prepare`.
     """
 
     options: dict[str, Any]
     unit: UpdateUnit
     grads: TensorList
+    whole: UpdateUnit
+    indices: list[int] | None = None
     call: "KernelCall | None" = None
 
     @property
@@ -62,6 +68,12 @@ class Prepared(NamedTuple):
     operands: Operands
     rounds_to_fp16: bool
     decoded: DecodedParams | None = None
+
+    def pick(self, indices: list[int], places: list[int]) -> "Prepared":
+        """Return those of the main params at ``indices``, whose indices in another unit are ``places``."""
+        params = [self.params[index] for index in indices]
+        decoded = None if self.decoded is None else self.decoded.pick(indices)
+        return Prepared(params, places, self.operands.pick(indices), self.rounds_to_fp16, decoded)
 
     def flagged(self, overflowed: Tensor) -> list[OverflowFlags]:
         """Return what an update has flagged; nothing where no flag is ever set, so that nobody need count them."""

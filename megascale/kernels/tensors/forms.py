@@ -8,8 +8,8 @@ on to other tensors once all of some have been read.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from operator import attrgetter
-from typing import Any, NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ except ImportError:  # then every part of a form is read and compared
     TensorGuards: Any = None
 else:
     TensorGuards = guards.TensorGuards
+
+T = TypeVar("T")
 
 UNREADABLE = (RuntimeError, TypeError, AttributeError)
 """What reading raises for something that is no tensor, or has no memory or strides of its own, as a sparse tensor."""
@@ -111,9 +113,12 @@ class Forms:
     _fitted: "Forms | None" = None  # those that these were last found to fit
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._columns = _read(tensors)
-        self.shapes, self.strides, self.dtypes, self._devices, self._types, *self._flags = self._columns
-        self.contiguous = all(map(Tensor.is_contiguous, tensors))
+        self._set(_read(tensors), contiguous=all(map(Tensor.is_contiguous, tensors)))
+
+    def _set(self, columns: list[list[Any]], *, contiguous: bool) -> None:
+        self._columns = columns
+        self.shapes, self.strides, self.dtypes, self._devices, self._types, *self._flags = columns
+        self.contiguous = contiguous
         self._guards: dict[int, Any] = {}
         self._codes: list[tuple[Mapping[torch.dtype, int], NDArray[np.int64]]] = []
         self._joined: tuple[list[Forms], Forms] | None = None
@@ -125,12 +130,16 @@ class Forms:
         if known is None or len(known[0]) != len(parts) or any(map(_is_other, known[0], parts)):
             made = cls.__new__(cls)
             columns = [[item for part in parts for item in part._columns[index]] for index in range(len(_FORM))]
-            made._columns = columns
-            made.shapes, made.strides, made.dtypes, made._devices, made._types, *made._flags = columns
-            made.contiguous = all(part.contiguous for part in parts)
-            made._guards, made._codes, made._joined = {}, [], None
+            made._set(columns, contiguous=all(part.contiguous for part in parts))
             known = parts[0]._joined = list(parts), made
         return known[1]
+
+    def pick(self, indices: Sequence[int], *, contiguous: bool) -> "Forms":
+        """Return the forms of the tensors at ``indices``. ``contiguous``: whether all of these are."""
+        chosen = Forms.__new__(Forms)
+        chosen._set([picked(column, indices) for column in self._columns], contiguous=contiguous)
+        chosen._codes = [(codes, numbers[list(indices)]) for codes, numbers in self._codes]
+        return chosen
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -189,7 +198,9 @@ class Forms:
     def key(self) -> tuple[Any, ...]:
         """A key that is equal for lists of the same dtypes, lengths and layouts; it is hashed in no time."""
         layouts = () if self.contiguous else (repr((self.shapes, self.strides)),)
-        numbers = bytes(_NUMBERS.setdefault(dtype, len(_NUMBERS)) for dtype in self.dtypes)
+        for dtype in self.kinds:
+            _NUMBERS.setdefault(dtype, len(_NUMBERS))
+        numbers = bytes(map(_NUMBERS.__getitem__, self.dtypes))
         return self.numels.tobytes(), numbers, frozenset(self.devices), *layouts
 
     def dtype_codes(self, codes: Mapping[torch.dtype, int]) -> NDArray[np.int64]:
@@ -231,6 +242,11 @@ class Forms:
         every = zip(self.shapes, self.strides, strict=True)
         reaches = [sum((n - 1) * step for n, step in zip(*one, strict=True)) + 1 for one in every]
         return np.array(reaches, dtype=np.int64)
+
+
+def picked(items: Sequence[T], indices: Sequence[int]) -> list[T]:
+    """Return the items at ``indices``."""
+    return list(itemgetter(*indices)(items)) if len(indices) > 1 else [items[index] for index in indices]
 
 
 def rows(tensors: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.tensors.forms import PLAIN_TYPES, UNREADABLE, Forms, Places
+from megascale.kernels.tensors.forms import PLAIN_TYPES, UNREADABLE, Forms, Places, picked
 from megascale.utils.cached import cached
 
 _GRAD = attrgetter("grad")
@@ -50,6 +50,14 @@ class TensorList(Sequence[Tensor]):
             whole.pointers = np.concatenate([part.pointers for part in parts])
             whole._parts = parts
         return whole
+
+    def pick(self, indices: Sequence[int]) -> "TensorList":
+        """Return the tensors at ``indices``. What this list has read of them is not read again."""
+        tensors = picked(self.tensors, indices)
+        contiguous = self.forms.contiguous or all(map(Tensor.is_contiguous, tensors))
+        chosen = TensorList(tensors, self.forms.pick(indices, contiguous=contiguous))
+        chosen.pointers = self.pointers[list(indices)]
+        return chosen
 
     @property
     def parts(self) -> "Sequence[TensorList]":
@@ -119,6 +127,8 @@ class ListReader:
         forms, before = self._forms, self._places
         places = None if forms is None else forms.places(tensors)
         if forms is None or places is None:
+            if not PLAIN_TYPES.issuperset(map(type, tensors)):  # a wrapper may answer in its own code
+                return None
             self._forms = self._places = before = None
             found = self._usable(tensors)
             if found is None:
@@ -133,9 +143,7 @@ class ListReader:
         return TensorList(tensors, forms, places.pointers)
 
     def _usable(self, tensors: list[Any]) -> tuple[Forms, Places] | None:
-        """Return the forms and places of tensors that kernels can read, as far as forms tell."""
-        if not PLAIN_TYPES.issuperset(map(type, tensors)):  # a wrapper may answer in its own code
-            return None
+        """Return the forms and places of plain tensors that kernels can read, as far as forms tell."""
         try:
             forms = Forms(tensors)
             return (forms, Places.of(tensors)) if forms.are_plain and self._fits(forms) else None
@@ -157,6 +165,19 @@ class GradReader:
     def read(self) -> TensorList | None:
         """Return the gradients, if every parameter has one of its shape and device that kernels can read. Else None."""
         return self._reader.read(list(map(_GRAD, self._params)))
+
+    def read_some(self) -> tuple[list[int], TensorList] | None:
+        """Return the indices of parameters with a gradient, and these gradients, if kernels can read all. Else None.
+
+        A parameter stands in for its gradient where that is missing, so that the forms that are kept stay those of all.
+        """
+        grads = list(map(_GRAD, self._params))
+        indices = [index for index, grad in enumerate(grads) if grad is not None]
+        if not indices:
+            return indices, TensorList()
+        pairs = zip(grads, self._params, strict=True)
+        whole = self._reader.read([param.detach() if grad is None else grad for grad, param in pairs])
+        return None if whole is None else (indices, whole.pick(indices))
 
 
 def are_grads(forms: Forms) -> bool:
