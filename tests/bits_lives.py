@@ -344,7 +344,7 @@ def main() -> int:
     parser.add_argument("--write", metavar="REASON", help="write them into the file, and why they changed")
     options = parser.parse_args()
     ranks = RankPool()
-    found = {name: ranks.run(life.world_size, live, name, options.backend) for name, life in LIVES.items()}
+    found = {name: ranks.run(life.world_size, live, name, options.backend, timeout=600) for name, life in LIVES.items()}
     ranks.close()
     file = json.loads(FILE.read_text())
     told = [
