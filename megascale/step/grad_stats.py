@@ -10,7 +10,7 @@ import functools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -156,10 +156,13 @@ class GradStats:
         vector: shape [NUM_STATISTICS], statistics dtype, indexed by :class:`megascale.kernels.Statistic`.
         non_finite: shape [number of gradients], this rank's non-finite elements of each gradient; None without
             gradients.
+        sum_squares: of each optimizer, shape [number of its gradients], this rank's sums of squares; None without
+            gradients.
     """
 
     vector: Tensor
     non_finite: Tensor | None
+    sum_squares: tuple[Tensor | None, ...]
 
 
 def measure(
@@ -187,12 +190,13 @@ def measure(
         vector[Statistic.ZEROS].fill_(0.0 if count_zeros else math.nan)
         vector[Statistic.ERRORS] = errors
         vector[Statistic.SCALED].fill_(float(scaled))
-        return GradStats(vector, None)
+        return GradStats(vector, None, (None,))
     if grads.forms.devices == {device}:
         stats = backend.measure(grads, count_zeros)
     else:
         stats = _measure_by_device(grads, backend, count_zeros, device)
-    return GradStats(backend.total(stats, weights, errors, float(scaled)), stats.non_finite)
+    vector = backend.total(stats, weights, errors, float(scaled))
+    return GradStats(vector, stats.non_finite, (stats.sum_squares,))
 
 
 def _measure_by_device(grads: TensorList, backend: Backend, count_zeros: bool, device: torch.device) -> TensorStats:
@@ -221,9 +225,13 @@ def _measure_by_device(grads: TensorList, backend: Backend, count_zeros: bool, d
 def combined(parts: Sequence[GradStats]) -> GradStats:
     """Return the statistics of several optimizers' gradients as those of one, still of this rank alone."""
     non_finite = [part.non_finite for part in parts if part.non_finite is not None]
-    return GradStats(torch.stack([part.vector for part in parts]).sum(0), torch.cat(non_finite) if non_finite else None)
+    return GradStats(
+        torch.stack([part.vector for part in parts]).sum(0),
+        torch.cat(non_finite) if non_finite else None,
+        tuple(squares for part in parts for squares in part.sum_squares),
+    )
 
 
 def agree(stats: GradStats, groups: ParallelGroups) -> GradStats:
     """Sum the vector over ``grad_stats``: the one collective of a step."""
-    return GradStats(all_reduce_sum_(stats.vector, groups.grad_stats), stats.non_finite)
+    return replace(stats, vector=all_reduce_sum_(stats.vector, groups.grad_stats))

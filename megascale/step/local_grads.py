@@ -309,13 +309,16 @@ class ReadyGrads:
         pair = self._weight_of[param] = weight.share, contrast
         return pair
 
-    def replica_squares(self, collected: Collected) -> dict[ReplicaSet, float]:
-        """Return the sum of squares of each gradient that other ranks should hold, too. The host waits for it."""
+    def replica_squares(self, params: Sequence[MainParam], sum_squares: Tensor | None) -> dict[ReplicaSet, float]:
+        """Return the sum of squares of each gradient that other ranks should hold, too. The host waits for it.
+
+        ``sum_squares``: those of all ``params``, in their order; None: there are none.
+        """
         found: dict[ReplicaSet, float] = {}
-        for param, grad in zip(collected.params, collected.grads, strict=True):
+        for param, squares in zip(params, [] if sum_squares is None else sum_squares.tolist(), strict=True):
             for kind, ranks in self._holders.replica_sets(param.model).items():
                 if kind == "tensor-parallel" or self._are_data_replicas_compared(param):
-                    found[kind, tuple(sorted(ranks)), param.name] = float(grad.double().square().sum())
+                    found[kind, tuple(sorted(ranks)), param.name] = squares
         return found
 
     def _are_data_replicas_compared(self, param: MainParam) -> bool:

@@ -112,6 +112,7 @@ class OverflowRecorder(LastOverflow, StepObserver):
             None if captured else self._members[0].counter.taken,
             params,
             stats.non_finite,
+            stats.sum_squares,
             stats.vector,
             found_inf,
             scaler,
@@ -124,9 +125,13 @@ class OverflowRecorder(LastOverflow, StepObserver):
 
     def on_step(self, agreed: Statistics | None, record: StepRecord) -> None:
         """Keep the record of the step that the host now knows of, if it was skipped."""
-        known, self._newest = record if self._on_host else self._newest, record
+        known, self._newest = self.known(record), record
         if agreed is not None and known is not None and was_skipped(agreed):
             self._keep(known)
+
+    def known(self, record: StepRecord) -> StepRecord | None:
+        """Return the record of the step whose statistics the host knows, at the step of ``record``, before on_step()."""
+        return record if self._on_host else self._newest
 
     @property
     def newest(self) -> StepRecord:

@@ -21,7 +21,7 @@ checked again before a kernel is given their addresses. Loaded weights discard t
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -32,6 +32,7 @@ from torch import Tensor
 from megascale.errors import ArgumentError, ArgumentTypeError, InnerStepError, MegascaleError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision, Statistic
+from megascale.main_params.main_param import MainParam
 from megascale.parallel import AssumedAlone, ParallelGroups
 from megascale.step import grad_stats
 from megascale.step.arguments import refuse_fake_mode, require_values
@@ -182,7 +183,7 @@ class StepRecipe:
         agreed = self.errors.raise_agreed(stats.vector)
         for member in self.members:
             member.unverified_params.clear()
-        self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler), collected)
+        self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler))
         # Observers may raise, too, so that the statistics of norms and the scale, which are state, change after them.
         if self.spikes is not None:
             self.spikes.commit()
@@ -312,7 +313,7 @@ class StepRecipe:
             stats = grad_stats.agree(stats, self.groups)
         agreed = self.errors.raise_now(stats.vector)
         if not has_only_zeros(agreed):  # no gradient at all has every scale
-            self._require_sound(agreed, collected)
+            self._require_sound(agreed, zip((own.params for own in collected), stats.sum_squares, strict=True))
         scale = None if self._grad_scaler is None else self._grad_scaler.live_scale
         pairs = (zip(update.params, update.grads, strict=True) for own in collected for update in own.updates)
         grads = {id(param): grad for param, grad in chain.from_iterable(pairs)}
@@ -405,24 +406,28 @@ class StepRecipe:
             return True
         return scaler.times_asked() != self._times_asked or not scaler.needs_scaled_loss
 
-    def _observe(self, agreed: Statistics | None, record: StepRecord, collected: Sequence[Collected] = ()) -> None:
-        """Raise for misuse that the host now knows of, or tell the observers of a step.
-
-        ``collected``: the members' gradients of this step, where a difference between ranks can be searched for.
-        """
+    def _observe(self, agreed: Statistics | None, record: StepRecord) -> None:
+        """Raise for misuse that the host now knows of, or tell the observers of a step."""
         if agreed is not None:
-            self._require_sound(agreed, collected)
+            known = self.overflows.known(record)
+            # The newest replay of a graph has written over the sums of the one that is known: it names nothing.
+            is_kept = known is not None and known.step is not None
+            self._require_sound(agreed, zip(known.params, known.sum_squares, strict=True) if is_kept else ())
         for observer in self.observers:
             observer.on_step(agreed, record)
 
-    def _require_sound(self, agreed: Statistics, collected: Sequence[Collected]) -> None:
-        """Raise UsageError for gradients of a loss that was not scaled, or that differ between replicas."""
+    def _require_sound(self, agreed: Statistics, measured: Iterable[tuple[Sequence[MainParam], Tensor | None]]) -> None:
+        """Raise UsageError for gradients of a loss that was not scaled, or that differ between replicas.
+
+        ``measured``: of each member the parameters and sums of squares of these gradients, where they are kept.
+        """
         if agreed[Statistic.SCALED] <= 0:
             self.errors.drop_pending()
             raise unscaled_loss_error()
         if not self.errors.consensus.is_alone and have_replicas_parted(agreed):
             self.errors.drop_pending()
-            mine = [member.grads.replica_squares(own) for member, own in zip(self.members, collected, strict=False)]
+            of_members = zip(self.members, measured, strict=False)
+            mine = [member.grads.replica_squares(*params_and_squares) for member, params_and_squares in of_members]
             every = all_gather_object(dict(chain.from_iterable(map(dict.items, mine))), self.groups.grad_stats)
             raise parted_replicas(differing_replicas(every))
 
