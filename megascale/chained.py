@@ -1,6 +1,5 @@
 """ChainedOptimizer: several optimizers that step as one, with one scaler, one decision and one norm."""
 
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -67,7 +66,8 @@ class ChainedOptimizer(MegascaleOptimizer):
             # Loading into one member clears the errors of the whole chain.
             optimizer.recipe.errors, optimizer.recipe.spikes = self.recipe.errors, self.recipe.spikes
             optimizer.recipe.overflows, optimizer.recipe.observers = self.recipe.overflows, self.recipe.observers
-            optimizer.recipe.chain = weakref.ref(self.recipe)
+        for member in members:
+            member.chain = self.recipe
         if listener is not None:
             listener.attach(self.recipe.overflows)
         super().__init__(self.param_groups, {})

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import chain
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -100,11 +101,21 @@ class StepMember:
         self.ready: ReadyStep | None = None
         self.held: HeldGrads | None = None
         self.is_lent = False
+        self._chain: ReferenceType[object] | None = None
         self.unverified_params: dict[str, nn.Parameter] = {}
         self._compares = grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ
         self.grads = ReadyGrads(
             groups, device, grad_sync, sharded=main_params.is_sharded, replicas_may_differ=replicas_may_differ
         )
+
+    @property
+    def chain(self) -> object | None:
+        """The recipe of the newest ChainedOptimizer that steps this member with others; None where there is none."""
+        return None if self._chain is None else self._chain()
+
+    @chain.setter
+    def chain(self, recipe: object) -> None:
+        self._chain = ref(recipe)
 
     # Before the decision
 

@@ -130,7 +130,7 @@ class OverflowRecorder(LastOverflow, StepObserver):
             self._keep(known)
 
     def known(self, record: StepRecord) -> StepRecord | None:
-        """Return the record of the step whose statistics the host knows, at the step of ``record``, before on_step()."""
+        """Return the record of the step whose statistics the host knows, at ``record``'s, before on_step()."""
         return record if self._on_host else self._newest
 
     @property

@@ -19,8 +19,8 @@ changed, and nothing is checked twice. Otherwise references to the gradients are
 checked again before a kernel is given their addresses. Loaded weights discard the decision.
 """
 
+import gc
 import math
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -29,7 +29,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from megascale.errors import ArgumentError, ArgumentTypeError, InnerStepError, MegascaleError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, InnerStepError, MegascaleError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision, Statistic
 from megascale.main_params.main_param import MainParam
@@ -83,7 +83,6 @@ class StepRecipe:
 
     Attributes:
         last_result: of the newest step or replay, what :meth:`apply` returned; None before the first.
-        chain: the recipe of a ChainedOptimizer, which steps the members in place of this one; None before.
         observers: are told of each step, in this order, after it was decided on.
     """
 
@@ -105,7 +104,6 @@ class StepRecipe:
         self._join_guard = JoinGuard()
         self.grads_are_scaled = grads_are_scaled
         self.last_result: StepResult | None = None
-        self.chain: weakref.ref[StepRecipe] | None = None
         self.overflows = OverflowRecorder(members, groups, members[0].device)
         self.spikes = SpikeJudge.of(members[0].config, members[0].device)
         watch = StallWatch(members, self.overflows, sees_spikes=self.spikes is not None)
@@ -164,6 +162,7 @@ class StepRecipe:
     def prepare(self, error: Exception | None = None) -> Decision:
         """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
         self._check_surroundings()
+        error = self._in_a_chain() or error
         for member in self.members:
             tuned = member.tune_offload()  # also with an error: other ranks wait for this one there
             error = error or tuned
@@ -251,6 +250,8 @@ class StepRecipe:
         """
         ready = self._ready(_UNPREPARED)
         self._check_surroundings()
+        if (error := self._in_a_chain()) is not None:
+            raise error  # nobody waits for this rank yet, and the chain can still take its step
         if self.members[0].held is not None:
             ready = self._checked_again(ready, as_measured)
         return self._take(ready)
@@ -302,7 +303,7 @@ class StepRecipe:
         The host waits for the statistics. ``error``: what this rank found already; all ranks raise it.
         """
         self._check_surroundings()
-        scaled = self._is_loss_scaled()
+        error, scaled = self._in_a_chain() or error, self._is_loss_scaled()
         try:
             for member in self.members:
                 require_lendable(member, with_grads=True)
@@ -395,6 +396,20 @@ class StepRecipe:
         if not self.errors.consensus.is_alone:
             self._join_guard.check(param.model for member in self.members for param in member.main_params)
 
+    def _in_a_chain(self) -> UsageError | None:
+        """Return an error if another recipe, a chain's, steps these members with others, which would be left behind."""
+        if all(member.chain in (None, self) for member in self.members):
+            return None
+        gc.collect()  # a chain that only a reference cycle keeps counts as dropped
+        others = [member for member in self.members if member.chain not in (None, self)]
+        if not others:
+            return None
+        return UsageError(
+            f"the optimizer of {listed([param.name for param in others[0].main_params])} is in a ChainedOptimizer, "
+            "which takes one decision for all of its optimizers: call step(), prepare_grads() and clip_grad_norm_() of "
+            "the ChainedOptimizer that was built last; to step this optimizer by itself, drop that one first (del)"
+        )
+
     def _is_loss_scaled(self) -> bool:
         """Return whether the gradients can be those of a scaled loss, as far as this rank knows.
 
@@ -410,9 +425,10 @@ class StepRecipe:
         """Raise for misuse that the host now knows of, or tell the observers of a step."""
         if agreed is not None:
             known = self.overflows.known(record)
-            # The newest replay of a graph has written over the sums of the one that is known: it names nothing.
-            is_kept = known is not None and known.step is not None
-            self._require_sound(agreed, zip(known.params, known.sum_squares, strict=True) if is_kept else ())
+            measured: Iterable[tuple[Sequence[MainParam], Tensor | None]] = ()
+            if known is not None and known.step is not None:  # of a graph a newer replay has written over them
+                measured = zip(known.params, known.sum_squares, strict=True)
+            self._require_sound(agreed, measured)
         for observer in self.observers:
             observer.on_step(agreed, record)
 

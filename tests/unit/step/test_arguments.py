@@ -59,7 +59,7 @@ def test_a_scaler_serves_optimizers_that_step_as_one() -> None:
     chained = ChainedOptimizer(optimizers)
     assert chained.step().success
     assert scaler.state_dict()["growth_tracker"] == before["growth_tracker"] + 1
-    with pytest.raises(UsageError, match="is shared"):
+    with pytest.raises(UsageError, match="is in a ChainedOptimizer, which takes one decision"):
         optimizers[0].step()
     del chained, optimizer, step
     gone = optimizers.pop()
