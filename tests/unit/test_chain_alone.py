@@ -1,6 +1,7 @@
 """Of the optimizers of a chain none steps by itself: the others would miss the decision that is taken for all."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -36,7 +37,12 @@ def _second_half(chain: ChainedOptimizer, alone: MixedPrecisionOptimizer) -> obj
     return alone.step_with_ready_grads()
 
 
-ATTEMPTS = [_step, _prepare, _clip, _step_prepared, _second_half]
+def _lend(_: ChainedOptimizer, alone: MixedPrecisionOptimizer) -> object:
+    with alone.main_grads() as inner:
+        return inner
+
+
+ATTEMPTS = [_step, _prepare, _clip, _step_prepared, _second_half, _lend]
 
 
 def _pair(cell: Cell) -> tuple[Given, list[MixedPrecisionOptimizer]]:
@@ -78,3 +84,19 @@ def test_one_of_a_chain_does_not_step(cell: Cell, attempt: Attempt, ranks: RankP
         assert "the optimizer of 'weights.1' is in a ChainedOptimizer" in message
         assert kept
         assert landed
+
+
+def test_a_dropped_chain_leaves_its_optimizers_alone() -> None:
+    """Also one that only a reference cycle keeps; and of two chains the newer one steps."""
+    cell = Cell(torch.bfloat16, "replicated")
+    model, pair = _pair(cell)
+    first = ChainedOptimizer(pair)
+    second = ChainedOptimizer(pair)
+    second.keeps = second  # type: ignore[attr-defined]
+    for optimizer, is_refused in ((first, True), (second, False)):
+        optimizer.scale_loss(model(integers(cell.shapes, 1))).backward()
+        with pytest.raises(UsageError, match="built last") if is_refused else nullcontext():
+            optimizer.step()
+    del first, second, optimizer
+    pair[0].scale_loss(model(integers(cell.shapes, 2))).backward()
+    assert pair[0].step().success
