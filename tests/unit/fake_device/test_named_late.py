@@ -19,9 +19,9 @@ def _apart(_device: FakeDevice, dtype: torch.dtype, chained: bool, later: tuple[
     params = {name: nn.Parameter(torch.ones(4, dtype=dtype, device="cuda")) for name in NAMES}
     config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, backend="reference")
     scaler = DynamicGradScaler() if dtype == torch.float16 else None
-    options = {"grads_are_scaled": True}
     lists = [list(params.items())[:1], list(params.items())[1:]] if chained else [list(params.items())]
-    members = [MixedPrecisionOptimizer(torch.optim.AdamW(named), config, scaler, **options) for named in lists]
+    inner = [torch.optim.AdamW(named) for named in lists]
+    members = [MixedPrecisionOptimizer(one, config, scaler, grads_are_scaled=True) for one in inner]
     optimizer = ChainedOptimizer(members) if chained else members[0]
     for differing in ((), ("second",)):
         _give(params, differing)
