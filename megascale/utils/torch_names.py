@@ -13,7 +13,7 @@ import torch
 from megascale.errors import UnsupportedTorchError
 
 OLDEST, NEWEST = "2.11", "2.15"
-"""The versions of torch that are supported: what CI tests is these two, and the one that constraints.txt pins."""
+"""The versions of torch that are supported: what CI tests is these two, and the one that .ci/torch.txt pins."""
 
 AT_IMPORT = "`import megascale` raises UnsupportedTorchError"
 AT_CONSTRUCTION = "the constructor of `megascale.amp.GradScaler` raises UnsupportedTorchError"

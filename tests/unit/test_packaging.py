@@ -8,14 +8,17 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from megascale.kernels.native import levels
+from megascale.utils.torch_names import NEWEST, OLDEST
 from megascale.version import VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -181,3 +184,36 @@ def test_workflow_runs_what_is_there() -> None:
     assert named >= {".ci/run"}
     assert {name for name in named if not (ROOT / name).exists()} == set()
     assert "-c constraints.txt" in workflow
+
+
+@pytest.mark.parametrize("version", [f"{OLDEST}.0", f"{NEWEST}.0"])
+def test_constraints_keep_the_torch_that_is_installed(tmp_path: Path, version: str) -> None:
+    """README.md says so. It was replaced: constraints.txt pinned one version.
+
+    Of the environment's torch there are metadata alone, and no index: pip fails where it wants another one.
+    """
+    pytest.importorskip("pip")
+    venv.create(tmp_path / "env")
+    [packages] = tmp_path.glob("env/lib/python*/site-packages")
+    for name, installed in (("torch", version), ("numpy", "2.3.0")):
+        metadata = packages / f"{name}-{installed}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {installed}\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pip = [sys.executable, "-m", "pip", "--python", str(tmp_path / "env/bin/python"), "install", "--no-index"]
+    asked = ["--dry-run", "-c", str(ROOT / "constraints.txt"), *project["dependencies"]]
+    environment = os.environ | {"PIP_CONFIG_FILE": os.devnull}
+    done = subprocess.run([*pip, *asked], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "Would install" not in done.stdout
+
+
+def test_checks_have_one_torch() -> None:
+    """.ci/torch.txt pins a supported version; .ci/run and the workflow's jobs that install torch take it from there."""
+    [pin] = re.findall(r"^torch==(.+)$", (ROOT / ".ci/torch.txt").read_text(), flags=re.MULTILINE)
+    assert TorchVersion(OLDEST) <= TorchVersion(pin) <= TorchVersion(f"{NEWEST}.99")
+    assert "-c .ci/torch.txt torch\n" in (ROOT / ".ci/run").read_text()
+    workflow = (ROOT / ".github" / "workflows" / "checks.yml").read_text()
+    installs = [line for line in workflow.splitlines() if "/bin/pip install" in line]
+    assert len(installs) == 2
+    assert all("-c .ci/torch.txt" in line for line in installs)
