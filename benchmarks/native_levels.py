@@ -23,7 +23,7 @@ from megascale.kernels.compact_moments import SCALE_SUFFIX, num_groups
 from megascale.kernels.compiler import find_compiler
 from megascale.kernels.native import levels, library
 from megascale.kernels.protocol import Backend
-from megascale.kernels.remainders import encode, fingerprint
+from megascale.kernels.remainders import encode
 
 HYPER = AdamHyper(1e-3, 0.9, 0.999, 1e-8, 0.01, True, False, False)
 COMPILED, OTHER = "native, compiled here", "torch"
@@ -57,7 +57,6 @@ def operands(numel: int, tensors: int, states: str) -> Operands:
     )
     if states == "compact":
         made.remainder = [encode(main, torch.float16)[1] for main in mains]
-        made.fingerprint = [fingerprint(model) for model in made.model]
         for main in mains:
             main.untyped_storage().resize_(0)
         for name, dtype in {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}.items():

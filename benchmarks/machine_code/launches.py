@@ -134,7 +134,6 @@ class Memory:
                 operands.state[name] = self.column(SECOND_DTYPE)
         if held:
             operands.remainder.extend(self.column(REMAINDER_DTYPE))
-            operands.fingerprint.extend([torch.zeros((), dtype=torch.int64)] * len(main))
         operands.main.extend(main)
         operands.model.extend(main if model == SINGLE else self.column(model))
         operands.step.extend([torch.zeros(())] * len(main))
@@ -142,8 +141,7 @@ class Memory:
 
     def held(self, model: torch.dtype) -> HeldParams:
         """Return what decodes and encodes main params."""
-        fingerprints = [torch.zeros((), dtype=torch.int64)] * len(self._numels)
-        return HeldParams(self.column(model), self.column(REMAINDER_DTYPE), fingerprints, self.column(SINGLE))
+        return HeldParams(self.column(model), self.column(REMAINDER_DTYPE), self.column(SINGLE))
 
 
 def _decision() -> Decision:

@@ -39,7 +39,6 @@ class Operands:
             codes depend on it. Empty: 0.
         remainder: int16, contiguous as ``model`` is: main params are held as remainders, and ``main`` has no memory.
             For backends that have ``fuses_remainders``. Empty: ``main`` holds the values.
-        fingerprint: beside ``remainder``, as in :class:`HeldParams`.
     """
 
     model: list[Tensor] = field(default_factory=list)
@@ -49,7 +48,6 @@ class Operands:
     step: list[Tensor] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
     remainder: list[Tensor] = field(default_factory=list)
-    fingerprint: list[Tensor] = field(default_factory=list)
 
     @cached
     def has_codes(self) -> bool:
@@ -72,7 +70,6 @@ class Operands:
             start=pick(self.start),
             step=pick(self.step),
             remainder=pick(self.remainder),
-            fingerprint=pick(self.fingerprint),
         )
 
 
@@ -85,23 +82,16 @@ class HeldParams:
     Attributes:
         models: model params, fp16 or bf16.
         remainders: int16, like ``models``; see :mod:`megascale.kernels.remainders`.
-        fingerprints: of ``models``, int64, 0-d; see :func:`megascale.kernels.remainders.fingerprint`.
         mains: memory for the decoded main params, fp32, like ``models``.
     """
 
     models: list[Tensor]
     remainders: list[Tensor]
-    fingerprints: list[Tensor]
     mains: list[Tensor]
-
-    @property
-    def beside(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """What encoding writes: models, remainders and fingerprints."""
-        return self.models, self.remainders, self.fingerprints
 
     def pick(self, indices: Sequence[int]) -> "HeldParams":
         """Return the parameters at ``indices``."""
-        return HeldParams(*([column[i] for i in indices] for column in (*self.beside, self.mains)))
+        return HeldParams(*([column[i] for i in indices] for column in (self.models, self.remainders, self.mains)))
 
 
 class Backend(Protocol):
@@ -171,7 +161,7 @@ class Backend(Protocol):
         """Write the main params of ``held``, at least one."""
 
     def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
-        """Write model params, remainders and fingerprints for the main params of ``held``, unless ``found_inf`` is set.
+        """Write model params and remainders for the main params of ``held``, unless ``found_inf`` is set.
 
         A finite element that would round to inf in fp16 keeps its model param and remainder. Returns a bool tensor of
         shape [parameters]: whether the main param's rounding into fp16 is not finite.

@@ -12,6 +12,9 @@ number would round to another model param. The error is at most 2**-41, and 2**-
 
 A model param of inf is decoded to inf in fp16, whatever the main param was: callers refuse ``|main| >= 65520`` before
 they write. In bf16 finite main params that round to inf are held exactly. NaN becomes NaN.
+
+Every pair is decoded, also one that no encoding produces, as after a write to the model param that nobody noticed: then
+the model param alone is the main param. So whatever the remainder, the decoded number rounds to the model param.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +23,6 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megascale.kernels.protocol import FP16_OVERFLOW, HeldParams, Operands
 
@@ -31,9 +33,8 @@ FP16_INF = 0x7C00
 FP16_LINEAR = 0x0100
 """The bits of 2**-16 in fp16: below, remainders are of fixed point."""
 UNIT = 2.0**40
-_WORD, KEY_STRIDE, KEY_START = 0xFFFFFFFF, 0x9E3779B1, 0x85EBCA77
 _TOGETHER = 1 << 20
-"""Elements that are joined, or summed at a time, in int64, an even number: a larger parameter is encoded alone."""
+"""Elements that are joined: a larger parameter is encoded alone."""
 
 
 def encode(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -57,54 +58,29 @@ def encode(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def decode(model: Tensor, remainder: Tensor) -> Tensor:
-    """Return the fp32 main param that a model param in fp16 or bf16 and its int16 remainder stand for."""
+    """Return the fp32 main param that a model param in fp16 or bf16 and its int16 remainder stand for.
+
+    Of a pair that :func:`encode` does not return, it is the model param.
+    """
     offset = remainder.to(torch.int32)
     half = model.view(torch.int16).to(torch.int32)
     if model.dtype == torch.bfloat16:
-        return ((half << 16) + offset).view(torch.float32)
+        alone = half << 16
+        bits = alone + offset
+        # A halfway number rounds to this one only where this one is even. Below 0 and above inf, bits are NaN's.
+        is_foreign = ((offset < -MOST) & (half & 1 != 0)) | bits.view(torch.float32).isnan()
+        return torch.where(is_foreign, alone, bits).view(torch.float32)
     magnitude = model.abs().to(torch.float32)
     exact = magnitude.view(torch.int32) + offset
     fixed = (magnitude + offset.to(torch.float32) * (1 / UNIT)).view(torch.int32)
-    bits = torch.where(half & _HALF_MAGNITUDE < FP16_LINEAR, fixed, exact)
+    size = half & _HALF_MAGNITUDE
+    is_fixed = size < FP16_LINEAR
+    bits = torch.where(is_fixed, fixed, exact)
+    # Magnitudes below 0 have another sign than their model param's, which is 0 here.
+    rounds_elsewhere = bits.view(torch.float32).to(torch.float16).view(torch.int16) != size
+    is_foreign = rounds_elsewhere | (size >= FP16_INF) | (is_fixed & (offset < -MOST))
+    bits = torch.where(is_foreign, magnitude.view(torch.int32), bits)
     return torch.where(half < 0, bits | _SIGN, bits).view(torch.float32)
-
-
-def fingerprint(model: Tensor) -> Tensor:
-    """Return a number that tells whether others have written a 16-bit model param: int64, 0-d, below 2**32.
-
-    The sum of the hashes of *words*, modulo 2**32. A word is the bits of two neighbours, of which the first has an even
-    index. Its hash depends on its place too, is another number for any other word there, and 0 for two zeros. So
-    another value of one element always makes another number, and what changes many elements, a factor or a sign as
-    well, makes the same one with the probability of a random number.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=model.device)
-    flat = model.detach().reshape(-1)
-    for start in range(0, len(flat), _TOGETHER):
-        words = _words(flat[start : start + _TOGETHER])
-        total += _hashes(words, _factors(start // 2, len(words), model.device)).sum()
-    return total & _WORD
-
-
-def _words(flat: Tensor) -> Tensor:
-    """Return pairs of neighbours as int64 below 2**32: the bits of the first and, times 2**16, of the second."""
-    bits = flat.view(torch.int16).to(torch.int64) & 0xFFFF
-    return bits[::2] + pad(bits[1::2] << 16, (0, len(bits) % 2))
-
-
-def _factors(start: int, num_words: int, device: torch.device) -> Tensor:
-    """Return odd numbers below 2**32 for words from index ``start`` on.
-
-    They do not rise evenly: sums of such hashes of tensors of one value, of 2**23 elements and more, could be the same.
-    """
-    index = torch.arange(start, start + num_words, dtype=torch.int64, device=device)
-    key = (index * (2 * KEY_STRIDE) + KEY_START) & _WORD
-    return (key ^ (key >> 15)) | 1
-
-
-def _hashes(words: Tensor, factors: Tensor) -> Tensor:
-    """Return a number below 2**32 for each word: with one factor, another for each word."""
-    mixed = ((words ^ (words >> 13)) * factors) & _WORD  # products of int64 wrap
-    return mixed ^ (mixed >> 15)
 
 
 class TorchRemainders:
@@ -118,36 +94,35 @@ class TorchRemainders:
     def decode_(self, held: HeldParams) -> None:
         """See :class:`megascale.kernels.Backend`."""
         for indices in _joinable(held.models):
-            models, remainders, mains = ([column[i] for i in indices] for column in (*held.beside[:2], held.mains))
-            torch._foreach_copy_(mains, _parts(decode(_joined(models), _joined(remainders)), mains))
+            part = held.pick(indices)
+            decoded = decode(_joined(part.models), _joined(part.remainders))
+            torch._foreach_copy_(part.mains, _parts(decoded, part.mains))
 
     def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         skipped = (found_inf != 0).reshape(())
         flags = [torch.zeros_like(skipped)] * len(held.models)
         for indices in _joinable(held.models):
-            models, remainders, marks = ([column[i] for i in indices] for column in held.beside)
-            main, model, remainder = map(_joined, ([held.mains[i] for i in indices], models, remainders))
+            part = held.pick(indices)
+            main, model, remainder = map(_joined, (part.mains, part.models, part.remainders))
             rounded, left = encode(main, model.dtype)
             keeps = skipped
             if model.dtype == torch.float16:
                 is_large = ~(main.abs() < FP16_OVERFLOW)
                 keeps = skipped | (is_large & main.isfinite())
-                overflowed = (_sums(is_large, models) > 0) & ~skipped
+                overflowed = (_sums(is_large, part.models) > 0) & ~skipped
                 for index, flag in zip(indices, overflowed.unbind(), strict=True):
                     flags[index] = flag
-            written = torch.where(keeps, model, rounded)
-            torch._foreach_copy_(models, _parts(written, models))
-            torch._foreach_copy_(remainders, _parts(torch.where(keeps, remainder, left), remainders))
-            torch._foreach_copy_(marks, list(_fingerprints(written, models).unbind()))
+            torch._foreach_copy_(part.models, _parts(torch.where(keeps, model, rounded), part.models))
+            torch._foreach_copy_(part.remainders, _parts(torch.where(keeps, remainder, left), part.remainders))
         return torch.stack(flags)
 
     def on_decoded(self, operands: Operands, update: Callable[[Operands], Tensor], found_inf: Tensor) -> Tensor:
         """Run ``update`` on main params that are decoded for this call alone. Returns the overflow flags."""
         mains = [torch.empty_like(model, dtype=torch.float32) for model in operands.model]
-        held = HeldParams(operands.model, operands.remainder, operands.fingerprint, mains)
+        held = HeldParams(operands.model, operands.remainder, mains)
         self.decode_(held)
-        update(replace(operands, main=mains, model=mains, remainder=[], fingerprint=[]))
+        update(replace(operands, main=mains, model=mains, remainder=[]))
         return self.encode_(held, found_inf)
 
 
@@ -183,15 +158,3 @@ def _sums(flat: Tensor, likes: Sequence[Tensor]) -> Tensor:
     upto = torch.cat([flat.new_zeros(1, dtype=torch.int64), flat.cumsum(0, dtype=torch.int64)])
     ends = [0, *accumulate(like.numel() for like in likes)]
     return torch.stack([upto[end] for end in ends]).diff()
-
-
-def _fingerprints(flat: Tensor, models: Sequence[Tensor]) -> Tensor:
-    """Return the fingerprint of each part of joined model params."""
-    if len(models) == 1:
-        return fingerprint(flat).reshape(1)
-    zero = flat.new_zeros(1)
-    parts = flat.split([model.numel() for model in models])
-    even = torch.cat([each for part in parts for each in (part, zero[: len(part) % 2])])
-    factors = _factors(0, max(-(-len(part) // 2) for part in parts), flat.device)
-    each = [factors[: -(-len(part) // 2)] for part in parts]
-    return _sums(_hashes(_words(even), torch.cat(each)), each) & _WORD

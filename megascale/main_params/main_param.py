@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megascale.errors import ArgumentTypeError, UsageError
 from megascale.kernels import memory_fault, shares_elements, sharing
-from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode, fingerprint
+from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode
 from megascale.main_params.host_twin import HostTwin
 from megascale.main_params.slab import Slabs
 from megascale.main_params.write_tracker import WriteTracker
@@ -57,7 +57,6 @@ class MainParam:
         start: where the main param begins in the flattened parameter, in elements.
         remainder: int16, in the form of ``main``, which then has memory between :meth:`decode` and :meth:`release`
             only; None: ``main`` holds the values.
-        fingerprint: beside a remainder, of the local model param as we wrote it last: int64, 0-d.
         tracker, slot: the tracker, and the model param's index in it; None until it is admitted.
         twin: where main param and state live in host memory: the model param's weights and gradient there; else None.
         narrow_state: names of the wrapped optimizer's state that has the model param's 16-bit dtype on purpose; None
@@ -73,7 +72,6 @@ class MainParam:
     is_owned: bool = True
     start: int = 0
     remainder: Tensor | None = None
-    fingerprint: Tensor | None = None
     tracker: WriteTracker | None = None
     slot: int = 0
     twin: HostTwin | None = None
@@ -85,7 +83,6 @@ class MainParam:
         if self.remainder is not None:
             self.release()
             self._take_weights()
-            self.fingerprint = fingerprint(self.rounded)
 
     @property
     def memory(self) -> Tensor:
@@ -106,7 +103,6 @@ class MainParam:
             self.part.copy_(rounded)
             to_local(self.remainder).copy_(remainder)
             self._take_weights()
-            self._take_fingerprint()
             return
         to_local(self.main).copy_(value)
         if self.is_copy:
@@ -166,8 +162,7 @@ class MainParam:
 
     def take_place_of(self, other: "MainParam") -> None:
         """Live where ``other`` does, of the same model param, with its values."""
-        self.main, self.remainder, self.fingerprint = other.main, other.remainder, other.fingerprint
-        self.twin = other.twin
+        self.main, self.remainder, self.twin = other.main, other.remainder, other.twin
 
     def check(self) -> None:
         """Raise UsageError, naming the parameter, if the form of its model param has changed."""
@@ -203,12 +198,13 @@ class MainParam:
     def sync_from_model(self) -> None:
         """Take over a model param that others wrote. Elements that still are the main param's rounding stay.
 
-        Held as a remainder all elements take the model param's values, unless none of these has changed.
+        Held as a remainder all take the model param's values. All stay if it has only moved, as an offload does: with
+        any weights a remainder makes a main param that rounds to them.
         """
         if self.remainder is not None:
-            left = to_local(self.remainder)
+            if self.tracker is not None and self.tracker.has_new_version(self.slot):
+                to_local(self.remainder).zero_()
             self._take_weights()
-            left.copy_(torch.where(self._take_fingerprint().to(left.device), left, 0))
         elif self.is_copy:
             main = to_local(self.main)
             part = self.part.to(main.device)
@@ -221,7 +217,6 @@ class MainParam:
         if self.remainder is not None:
             to_local(self.remainder).zero_()
             self._take_weights()
-            self._take_fingerprint()
         else:
             to_local(self.main).copy_(self.part)
         self.record_version()
@@ -230,16 +225,6 @@ class MainParam:
         """Copy the model param to its twin in host memory, beside whose weights the remainder counts."""
         if self.twin is not None:
             self.twin.weights.copy_(self.part)
-
-    def _take_fingerprint(self) -> Tensor:
-        """Renew the fingerprint. Returns whether it is the same as before: bool, 0-d."""
-        now, before = fingerprint(self.rounded), self.fingerprint
-        if before is None or before.device != now.device:
-            self.fingerprint = now
-            return torch.zeros_like(now, dtype=torch.bool) if before is None else before.to(now.device) == now
-        same = before == now
-        before.copy_(now)
-        return same
 
 
 def _form_of(value: object) -> str:

@@ -79,8 +79,11 @@ class WriteTracker:
 
     def is_written(self, slot: int) -> bool:
         """Return whether others have written the param in ``slot``, or it has moved."""
-        param = self._params[slot]
-        return self._read_versions([param]) != [self._versions[slot]] or rows([held(param)]) != [self._rows[slot]]
+        return self.has_new_version(slot) or rows([held(self._params[slot])]) != [self._rows[slot]]
+
+    def has_new_version(self, slot: int) -> bool:
+        """Return whether torch has counted a write by others into the param in ``slot``. Moving it is none."""
+        return self._read_versions([self._params[slot]]) != [self._versions[slot]]
 
     def written(self) -> list[int]:
         """Return the slots of params that others have written, or that have moved."""

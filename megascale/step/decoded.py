@@ -55,8 +55,7 @@ def held_params(params: Sequence[MainParam], models: list[Tensor], mains: list[T
         models: this rank's parts of their model params, or their weights in host memory.
         mains: memory of the decoded main params.
     """
-    fingerprints = [param.fingerprint for param in params if param.fingerprint is not None]
-    return HeldParams(models, [to_local(param.memory) for param in params], fingerprints, mains)
+    return HeldParams(models, [to_local(param.memory) for param in params], mains)
 
 
 def decoded_together(params: Sequence[MainParam]) -> Iterator[list[int]]:

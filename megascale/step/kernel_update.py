@@ -26,7 +26,7 @@ from megascale.main_params.update_unit import MOST_PARTS, UpdateUnit
 from megascale.rules import CODE_DTYPES, MOMENTS, Hyper, Rule
 from megascale.rules.options import require_options
 from megascale.step.compact_state import require_supported, start_of, with_scales
-from megascale.step.decoded import DecodedParams, decoded_together, held_params, scratch_numel
+from megascale.step.decoded import DecodedParams, decoded_together, scratch_numel
 from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import KernelState, StateColumns, rate
 from megascale.step.torch_step import GeneralUpdate
@@ -405,8 +405,7 @@ def _prepared(
         step=_column([state["step"][index] for index in indices]) if "step" in state else [],
     )
     if decoded is None and chosen[0].remainder is not None:
-        beside = held_params(chosen, models, mains)
-        operands.remainder, operands.fingerprint = beside.remainders, beside.fingerprints
+        operands.remainder = [to_local(param.memory) for param in chosen]
     rounds_to_fp16 = any(param.is_copy and param.model.dtype == torch.float16 for param in chosen)
     return Prepared(chosen, indices, operands, rounds_to_fp16, decoded)
 

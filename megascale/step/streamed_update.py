@@ -161,7 +161,6 @@ class StreamedUpdate(HostUpdate):
             step=[in_slot(one) for one in operands.step],
             start=operands.start,
             remainder=[in_slot(one) for one in operands.remainder],
-            fingerprint=[in_slot(one) for one in operands.fingerprint],
         )
         self._mirrors[prepared.operands] = found = _Mirror(made, pairs)
         return found
@@ -181,7 +180,6 @@ def _travelling(operands: Operands) -> Iterator[Tensor]:
     for column in operands.state.values():
         yield from column
     yield from operands.step
-    yield from operands.fingerprint
 
 
 def _nbytes(operands: Operands) -> int:

@@ -40,8 +40,8 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ADAM, SGD, LION, NOTHING = range(4)  # native.c's rules
 
 # The columns of native.c's Row, all 8 bytes wide.
-MAIN, MODEL, STATE, STEP, MODEL_TYPE, STATE_TYPE, REMAINDER, FINGERPRINT = 0, 1, 2, 5, 6, 7, 10, 11
-COLUMNS = 12
+MAIN, MODEL, STATE, STEP, MODEL_TYPE, STATE_TYPE, REMAINDER = 0, 1, 2, 5, 6, 7, 10
+COLUMNS = 11
 Array = NDArray[np.int64]
 
 CPU = torch.device("cpu")
@@ -245,7 +245,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
     def _held_table(self, held: HeldParams) -> _Table | None:
         """Return remainder.h's table; None unless all tensors are contiguous and on the CPU."""
         if held not in self._kept_held:
-            columns = [TensorList(column) for column in (held.mains, *held.beside)]
+            columns = [TensorList(column) for column in (held.mains, held.models, held.remainders)]
             rows = np.stack([*(column.pointers for column in columns), columns[1].forms.dtype_codes(TYPES)], axis=1)
             fits = all(column.forms.contiguous and column.forms.devices <= {CPU} for column in columns)
             self._kept_held[held] = _Table(_Lengths(columns[0].forms.numels), rows) if fits else None
@@ -337,7 +337,6 @@ def _whole_table(operands: Operands, names: list[str]) -> _Table | None:
             return None
         table = _table(models, models, states, operands.step)
         table.rows[:, MAIN], table.rows[:, MODEL], table.rows[:, REMAINDER] = 0, models.pointers, lefts.pointers
-        table.rows[:, FINGERPRINT] = TensorList(operands.fingerprint).pointers
         return table
     mains = models if operands.main is operands.model else TensorList.of(operands.main)
     if not all(map(_all_known, (mains, models, *states))) or mains.forms.kinds != {torch.float32}:

@@ -28,7 +28,6 @@ typedef struct {
     float *first_scale, *second_scale, *step;
     int64_t model_type, start; /* start: the index of the first element in the whole parameter */
     char *remainder; /* 0 where main has memory */
-    int64_t *fingerprint;
 } CompactRow;
 
 /* What the branches of a loop ask for. held: whether main params are remainders. first, second: whether a moment is
@@ -36,14 +35,13 @@ typedef struct {
  */
 typedef struct { int64_t rule, held, grad, model; int first, second, l2, cut; } CompactKind;
 
-/* The addresses of up to BLOCK groups, n elements from `index` on in the row. dither: of the first element. */
+/* The addresses of up to BLOCK groups, n elements. dither: of the first one. */
 typedef struct {
     const char *grad;
     char *main, *model, *remainder, *first, *second;
     float *first_scale, *second_scale;
     uint32_t dither;
-    int64_t n, index;
-    Hash *hash;
+    int64_t n;
 } GroupRun;
 
 typedef union { uint32_t bits[BLOCK]; float values[BLOCK]; Words words[BLOCK / WIDTH]; } PerGroup;
@@ -83,7 +81,7 @@ INLINE void read_main(GroupRun at, CompactKind kind, int64_t t, Floats *value) {
             value[k] = load(at.main + 4 * o, F32, WIDTH);
             continue;
         }
-        if (k % 2 == 0) rare = kind.model == F16 && any_rare_pair(load_pair(at.model + 2 * o));
+        if (k % 2 == 0) rare = any_rare_pair(load_pair(at.model + 2 * o), load_pair(at.remainder + 2 * o), kind.model);
         Halves model = load_halves(at.model + 2 * o, WIDTH), remainder = load_halves(at.remainder + 2 * o, WIDTH);
         value[k] = decoded(model, remainder, kind.model, rare);
     }
@@ -137,9 +135,9 @@ INLINE void new_moments(GroupRun at, CompactKind kind, AdamScalars s, float coef
 }
 
 /* Store two vectors' main params as model params and remainders. The rare ones wait. */
-INLINE void hold_pair(GroupRun at, CompactKind kind, const Floats *value, DeferredStores *rare, Hash *hash, int64_t o) {
+INLINE void hold_pair(GroupRun at, CompactKind kind, const Floats *value, DeferredStores *rare, int64_t o) {
     char *at_model = at.model + 2 * o, *at_remainder = at.remainder + 2 * o;
-    Pair model, remainder, marked;
+    Pair model, remainder;
     Words left[2];
     if (kind.model == BF16) {
         Words rounded[2];
@@ -154,25 +152,19 @@ INLINE void hold_pair(GroupRun at, CompactKind kind, const Floats *value, Deferr
         model = joined(halves[0], halves[1]);
     }
     remainder = saturated_pair((Ints)left[0], (Ints)left[1]);
-    marked = model;
-    if (kind.model == F16 && __builtin_expect(any_rare_pair(model), 0)) {
+    if (kind.model == F16 && __builtin_expect(any_rare_pair(model, (Pair){0}, F16), 0)) {
         rare->offset[rare->n++] = o;
         model = load_pair(at_model);
         remainder = load_pair(at_remainder);
-        marked = (Pair){0};
     }
     memcpy(at_model, &model, sizeof model);
     memcpy(at_remainder, &remainder, sizeof remainder);
-    for (int j = 0; kind.cut && j < 2 * WIDTH; j++) marked[j] = o + j < at.n ? marked[j] : 0;
-    hash_pair(hash, marked);
 }
 
 /* Store a block's main params as model params and remainders. The rare ones wait. */
 INLINE void hold_block(GroupRun at, CompactKind kind, const BlockBuffers *work, DeferredStores *rare, int64_t groups) {
-    Hash hash = *at.hash;
     rare->n = 0;
-    for (int64_t p = 0; p < groups * PAIRS; p++) hold_pair(at, kind, work->value + 2 * p, rare, &hash, 2 * WIDTH * p);
-    *at.hash = hash;
+    for (int64_t p = 0; p < groups * PAIRS; p++) hold_pair(at, kind, work->value + 2 * p, rare, 2 * WIDTH * p);
 }
 
 /* Store the rare ones. Returns whether a rounding into fp16 is not finite. */
@@ -180,12 +172,7 @@ static __attribute__((noinline)) int hold_rare_pairs(GroupRun at, const Deferred
     int beyond = 0;
     for (int64_t v = 0; v < 2 * rare->n; v++) {
         int64_t o = rare->offset[v / 2] + v % 2 * WIDTH, n = at.n - o < WIDTH ? at.n - o : WIDTH;
-        Hash hash = hash_from(at.index + o);
-        Halves held;
-        if (n <= 0) continue;
-        beyond |= hold_rare(value + o / WIDTH, at.model + 2 * o, at.remainder + 2 * o, n, &held);
-        hash_last(&hash, held, n);
-        at.hash->sum += hash.sum;
+        if (n > 0) beyond |= hold_rare(value + o / WIDTH, at.model + 2 * o, at.remainder + 2 * o, n);
     }
     return beyond;
 }
@@ -364,11 +351,10 @@ INLINE int update_block(GroupRun at, CompactKind kind, const Scalars *s, int64_t
     return update_adam_block(at, kind, s->adam, s->coefficient, groups, streamed);
 }
 
-INLINE GroupRun span_of(const CompactRow *row, const char *grad, CompactKind kind, uint32_t dither, int64_t i, int64_t n,
-                    Hash *hash) {
+INLINE GroupRun span_of(const CompactRow *row, const char *grad, CompactKind kind, uint32_t dither, int64_t i, int64_t n) {
     GroupRun at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i, row->remainder + 2 * i,
                row->first + (kind.first ? i : 4 * i), row->second, row->first_scale + i / GROUP, row->second_scale,
-               dither + (uint32_t)i * INDEX_STRIDE, n, i, hash};
+               dither + (uint32_t)i * INDEX_STRIDE, n};
     if (at.second) at.second += kind.second ? i : 4 * i;
     if (at.second_scale) at.second_scale += i / GROUP;
     return at;
@@ -387,7 +373,7 @@ static __attribute__((noinline)) int update_last_group(GroupRun at, CompactKind 
     if (at.second) memcpy(second, at.second, second_bytes);
     kind.cut = 1;
     GroupRun copy = {grad,           main,      model, remainder, first,   second, at.first_scale,
-                 at.second_scale, at.dither, at.n,  at.index,  at.hash};
+                 at.second_scale, at.dither, at.n};
     int beyond = update_block(copy, kind, s, (at.n + GROUP - 1) / GROUP, 0);
     if (!kind.held) memcpy(at.main, main, 4 * n);
     if (kind.held) memcpy(at.remainder, remainder, 2 * n);
@@ -401,15 +387,13 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
                          Chunk chunk, int streamed) {
     int beyond = 0;
     int64_t i = chunk.start, whole = chunk.end - (chunk.end - i) % GROUP;
-    Hash hash = hash_from(chunk.start);
-#define SPAN(n) span_of(row, grad, kind, dither, i, n, &hash)
+#define SPAN(n) span_of(row, grad, kind, dither, i, n)
     for (; i + BLOCK * GROUP <= whole; i += BLOCK * GROUP)
         beyond |= update_block(SPAN(BLOCK * GROUP), kind, s, BLOCK, streamed);
     if (i < whole) beyond |= update_block(SPAN(whole - i), kind, s, (whole - i) / GROUP, streamed);
     i = whole;
     if (i < chunk.end) beyond |= update_last_group(SPAN(chunk.end - i), kind, s);
 #undef SPAN
-    if (kind.held) add_fingerprint(row->fingerprint, sum_of_hash(hash));
     return beyond;
 }
 
@@ -449,8 +433,6 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
     memset(overflowed, 0, (size_t)n);
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     share_out(all->num_chunks, shares, threads);
-    for (int64_t r = 0; r < n && !skip; r++)
-        if (rows[r].remainder) *rows[r].fingerprint = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;

@@ -13,8 +13,8 @@ from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import CODE_DTYPES, FIRST_DTYPE, MOMENT_CODES
 
 # The columns of compact.h's CompactRow, all 8 bytes wide.
-MAIN, MODEL, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, STEP, MODEL_TYPE, START, REMAINDER, FINGERPRINT = range(11)
-COLUMNS = 11
+MAIN, MODEL, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, STEP, MODEL_TYPE, START, REMAINDER = range(10)
+COLUMNS = 10
 MOMENTS = {
     name: (FIRST, FIRST_SCALE) if codes == FIRST_DTYPE else (SECOND, SECOND_SCALE)
     for name, codes in MOMENT_CODES.items()
@@ -43,7 +43,6 @@ def compact_rows(operands: Operands, types: dict[torch.dtype, int]) -> NDArray[n
     rows: NDArray[np.int64] = np.zeros((len(operands.main), COLUMNS), dtype=np.int64)
     if operands.remainder:
         rows[:, MODEL], rows[:, REMAINDER] = models.pointers, TensorList(operands.remainder).pointers
-        rows[:, FINGERPRINT] = TensorList(operands.fingerprint).pointers
     else:
         rows[:, MAIN] = mains.pointers
         # An fp32 model param is its own main param.

@@ -30,7 +30,6 @@ typedef struct {
     float *step; /* 0 where the optimizer counts none */
     int64_t model_type, state_type[3];
     char *remainder; /* 0 where main has memory */
-    int64_t *fingerprint;
 } Row;
 
 typedef struct {
@@ -232,18 +231,12 @@ static inline void fetch_start(const Row *row, const char *grad) {
 
 /* Update a chunk's whole vectors, of main params that are remainders. Returns the same as update_vectors(). */
 INLINE int update_held_vectors(const Row *row, const char *grad, Kind kind, Scalars s, Chunk chunk) {
-    Hash hash = hash_from(chunk.start);
     int beyond = 0;
-    for (int64_t i = chunk.start; i + WIDTH <= chunk.end; i += 2 * WIDTH) {
-        Halves held[2] = {{0}};
-        for (int k = 0; k < 2 && i + (k + 1) * WIDTH <= chunk.end; k++) {
-            Place at = place_of(row, grad, kind, i + k * WIDTH, WIDTH);
-            fetch_ahead(row, at, kind);
-            beyond |= hold_value(updated(at, kind, s), at.model, at.remainder, kind.model, WIDTH, held + k);
-        }
-        hash_pair(&hash, joined(held[0], held[1]));
+    for (int64_t i = chunk.start; i + WIDTH <= chunk.end; i += WIDTH) {
+        Place at = place_of(row, grad, kind, i, WIDTH);
+        fetch_ahead(row, at, kind);
+        beyond |= hold_value(updated(at, kind, s), at.model, at.remainder, kind.model, WIDTH);
     }
-    add_fingerprint(row->fingerprint, sum_of_hash(hash));
     return beyond;
 }
 
@@ -272,14 +265,7 @@ static __attribute__((noinline)) int update_rest(const Row *row, const char *gra
     if (n == 0) return 0;
     Place at = place_of(row, grad, kind, chunk.end - n, n);
     Floats value = updated(at, kind, *s);
-    if (kind.held) {
-        Hash hash = hash_from(chunk.end - n);
-        Halves held;
-        int beyond = hold_value(value, at.model, at.remainder, kind.model, n, &held);
-        hash_last(&hash, held, n);
-        add_fingerprint(row->fingerprint, sum_of_hash(hash));
-        return beyond;
-    }
+    if (kind.held) return hold_value(value, at.model, at.remainder, kind.model, n);
     if (kind.model != NONE) store(at.model, value, kind.model, n);
     return kind.model == F16 && any(rounds_beyond(value) & before(n));
 }
@@ -403,8 +389,6 @@ void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rul
     Share shares[MOST_THREADS];
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     share_out(all->num_chunks, shares, threads);
-    for (int64_t r = 0; r < n && !u.skip; r++)
-        if (rows[r].remainder) *rows[r].fingerprint = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
     for (int part = 0; part < threads; part++) {
         int64_t first, last;

@@ -9,14 +9,14 @@
 
 #define FIXED_POINT_END 0x0100 /* 2**-16 as fp16 bits: smaller magnitudes have remainders in units of 2**-40 */
 #define HALF_INFINITY 0x7c00   /* inf as fp16 bits */
+#define BRAIN_INFINITY 0x7f80  /* inf as bf16 bits */
 #define MOST_REMAINDER 32767
-#define KEY_STRIDE 0x9E3779B1u /* from one element to the next, of a word's key in the fingerprint */
-#define KEY_START 0x85EBCA77u
+#define MOST_OF_NORMAL 4095 /* the largest remainder of any normal number in fp16; others may be larger */
 
-/* The tensors of a parameter: main param (fp32), model param (fp16 or bf16: type), remainder (int16), fingerprint. */
+/* The tensors of a parameter: main param (fp32), model param (fp16 or bf16: type), remainder (int16). */
 typedef struct {
     char *main, *model, *remainder;
-    int64_t *fingerprint, type;
+    int64_t type;
 } HeldRow;
 
 INLINE Halves load_halves(const void *at, int64_t n) {
@@ -50,11 +50,24 @@ INLINE Halves saturated(Ints x) {
 #endif
 }
 
-/* Return the main params in fp16 that model params and remainders stand for, whatever they are. */
+/* Return the main params that model params and remainders stand for, whatever they are. Of pairs that no encoding
+ * produces these are the model params.
+ */
+INLINE Floats decoded_bf16(Halves model, Halves remainder) {
+    Words alone = widened(model) << 16, left = (Words)sign_extended(remainder), bits = alone + left;
+    Ints foreign = ((Ints)left < -MOST_REMAINDER) & ((alone & 0x10000u) != 0);
+    foreign |= (Floats)bits != (Floats)bits; /* beyond 0 or inf */
+    return (Floats)words_where(foreign, alone, bits);
+}
+
 INLINE Floats decoded_fp16(Halves model, Halves remainder) {
-    Words half = widened(model), left = (Words)sign_extended(remainder);
+    Words half = widened(model), left = (Words)sign_extended(remainder), size = half & 0x7fffu;
     Floats magnitude = from_half(model & 0x7fff), fixed = magnitude + floats_of((Ints)left) * 0x1p-40f;
-    Words bits = words_where((Ints)(half & 0x7fffu) < FIXED_POINT_END, (Words)fixed, (Words)magnitude + left);
+    Ints is_fixed = (Ints)size < FIXED_POINT_END;
+    Words bits = words_where(is_fixed, (Words)fixed, (Words)magnitude + left);
+    Ints foreign = widened(to_half((Floats)bits)) != size;
+    foreign |= ((Ints)size >= HALF_INFINITY) | (is_fixed & ((Ints)left < -MOST_REMAINDER));
+    bits = words_where(foreign, (Words)magnitude, bits);
     return (Floats)(bits | (half & 0x8000u) << 16);
 }
 
@@ -120,73 +133,45 @@ INLINE Pair saturated_pair(Ints first, Ints second) {
 #endif
 }
 
-/* Whether model params in fp16 are below 2**-16, inf or NaN. */
-INLINE int any_rare_pair(Pair model) {
-    const int16_t most = 2 * (HALF_INFINITY - FIXED_POINT_END) - 0x8000 - 1;
-    SignedPair ordered = (SignedPair)(model + model + (uint16_t)(0x8000 - 2 * FIXED_POINT_END)); /* without the sign */
+/* Whether any main param may be another than the sum of the bits of its model param and remainder: whether a model param
+ * is 0, inf or NaN, or in fp16 below 2**-16, or a remainder is too large for most model params.
+ */
+INLINE int any_rare_pair(Pair model, Pair remainder, int64_t type) {
+    const uint16_t least = type == BF16 ? 1 : FIXED_POINT_END, end = type == BF16 ? BRAIN_INFINITY : HALF_INFINITY;
+    const uint16_t most = type == BF16 ? MOST_REMAINDER : MOST_OF_NORMAL;
+    const int16_t last_model = (int16_t)(2 * (end - least) - 0x8000 - 1), last_remainder = (int16_t)(2 * most - 0x8000);
+    SignedPair ordered = (SignedPair)(model + model + (uint16_t)(0x8000 - 2 * least)); /* without the sign */
+    SignedPair left = (SignedPair)(remainder + (uint16_t)(most + 0x8000));
 #ifdef MASKED
-    return _mm512_cmpgt_epi16_mask((__m512i)ordered, _mm512_set1_epi16(most)) != 0;
-#elif WIDTH == 8
-    __m256i rare = (__m256i)(ordered > most);
-    return !_mm256_testz_si256(rare, rare);
-#elif defined(__SSE2__) && WIDTH == 4
-    return _mm_movemask_epi8((__m128i)(ordered > most)) != 0;
+    return (_mm512_cmpgt_epi16_mask((__m512i)ordered, _mm512_set1_epi16(last_model)) |
+            _mm512_cmpgt_epi16_mask((__m512i)left, _mm512_set1_epi16(last_remainder))) != 0;
 #else
-    return any((Ints)(ordered > most) != 0);
+    SignedPair rare = (ordered > last_model) | (left > last_remainder);
+#if WIDTH == 8
+    return !_mm256_testz_si256((__m256i)rare, (__m256i)rare);
+#elif defined(__SSE2__) && WIDTH == 4
+    return _mm_movemask_epi8((__m128i)rare) != 0;
+#else
+    return any((Ints)rare != 0);
+#endif
 #endif
 }
 
-/* Return main params. rare: whether any model param of these in fp16 may be one that any_rare() tells. */
+/* Return main params. rare: whether any_rare_pair() tells so of these. */
 INLINE Floats decoded(Halves model, Halves remainder, int64_t type, int rare) {
     Words left = (Words)sign_extended(remainder);
-    if (type == BF16) return (Floats)((widened(model) << 16) + left);
-    if (__builtin_expect(rare, 0)) return decoded_fp16(model, remainder);
-    return (Floats)((Words)from_half(model) + left);
+    if (__builtin_expect(rare, 0)) return type == BF16 ? decoded_bf16(model, remainder) : decoded_fp16(model, remainder);
+    return (Floats)((type == BF16 ? widened(model) << 16 : (Words)from_half(model)) + left);
 }
 
 /* Return the main params of n <= WIDTH elements. */
 INLINE Floats held_value(const char *at_model, const char *at_remainder, int64_t type, int64_t n) {
     Halves model = load_halves(at_model, n), remainder = load_halves(at_remainder, n);
-    int rare = type == F16 && any_rare_pair(joined(model, model));
-    return decoded(model, remainder, type, rare);
-}
-
-/* The fingerprint of a run of elements: the sum of the hashes of their words, two elements each, lane by lane. key: of
- * the next words.
- */
-typedef struct { Words sum, key; } Hash;
-
-/* i: the index of the first element in the row, even. */
-INLINE Hash hash_from(int64_t i) {
-    Words key = {0};
-    for (int j = 0; j < WIDTH; j++) key[j] = (uint32_t)(i + 2 * j) * KEY_STRIDE + KEY_START;
-    return (Hash){{0}, key};
-}
-
-/* Add the next 2 * WIDTH elements. Zeros, such as those beyond the last element, add nothing. */
-INLINE void hash_pair(Hash *hash, Pair model) {
-    Words words = (Words)model;
-    words = (words ^ words >> 13) * ((hash->key ^ hash->key >> 15) | 1);
-    hash->sum += words ^ words >> 15;
-    hash->key += 2 * WIDTH * KEY_STRIDE;
-}
-
-/* Add the last n <= WIDTH elements. */
-INLINE void hash_last(Hash *hash, Halves model, int64_t n) {
-    Halves counted = {0};
-    copy_first(&counted, &model, 2, n);
-    hash_pair(hash, joined(counted, (Halves){0}));
-}
-
-INLINE uint32_t sum_of_hash(Hash hash) {
-    uint32_t sum = 0;
-    for (int j = 0; j < WIDTH; j++) sum += hash.sum[j];
-    return sum;
+    return decoded(model, remainder, type, any_rare_pair(joined(model, model), joined(remainder, remainder), type));
 }
 
 /* Hold main params in fp16 of which some are rare. Finite ones that would be inf keep what is there. */
-static __attribute__((noinline)) int hold_rare(const Floats *main, char *at_model, char *at_remainder, int64_t n,
-                                               Halves *held) {
+static __attribute__((noinline)) int hold_rare(const Floats *main, char *at_model, char *at_remainder, int64_t n) {
     Halves old_model = load_halves(at_model, n), old_remainder = load_halves(at_remainder, n), model = to_half(*main);
     Ints beyond = rounds_beyond(*main) & before(n), kept = beyond & (magnitude_of(*main) < (Floats){0} + INFINITY);
     Halves remainder = narrowed(remainder_of_fp16(*main, model) & 0xffffu);
@@ -194,14 +179,11 @@ static __attribute__((noinline)) int hold_rare(const Floats *main, char *at_mode
     remainder = narrowed(words_where(kept, widened(old_remainder), widened(remainder)));
     copy_first(at_model, &model, 2, n);
     copy_first(at_remainder, &remainder, 2, n);
-    *held = model;
     return any(beyond);
 }
 
-/* Hold main params as model params and remainders. held: the model params now there. Returns whether a rounding into
- * fp16 is not finite.
- */
-INLINE int hold_value(Floats main, char *at_model, char *at_remainder, int64_t type, int64_t n, Halves *held) {
+/* Hold main params as model params and remainders. Returns whether a rounding into fp16 is not finite. */
+INLINE int hold_value(Floats main, char *at_model, char *at_remainder, int64_t type, int64_t n) {
     Halves model = to_16_bits(main, type);
     Words left = (Words)main;
     if (type == BF16) {
@@ -213,13 +195,12 @@ INLINE int hold_value(Floats main, char *at_model, char *at_remainder, int64_t t
         left -= (Words)rounded;
         if (__builtin_expect(any_rare(rounded), 0)) {
             const Floats copy = main;
-            return hold_rare(&copy, at_model, at_remainder, n, held);
+            return hold_rare(&copy, at_model, at_remainder, n);
         }
     }
     Halves remainder = narrowed(left & 0xffffu);
     copy_first(at_model, &model, 2, n);
     copy_first(at_remainder, &remainder, 2, n);
-    *held = model;
     return 0;
 }
 
@@ -233,25 +214,13 @@ INLINE void decode_as(const HeldRow *row, Chunk chunk, int64_t type) {
 }
 
 /* Returns whether a rounding into fp16 is not finite. */
-INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type, uint32_t *sum) {
-    Hash hash = hash_from(chunk.start);
+INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type) {
     int beyond = 0;
-    for (int64_t i = chunk.start; i < chunk.end; i += 2 * WIDTH) {
-        Halves held[2] = {{0}};
-        for (int k = 0; k < 2; k++) {
-            int64_t j = i + k * WIDTH, n = chunk.end - j;
-            if (n <= 0) continue;
-            Floats main = load(row->main + 4 * j, F32, n);
-            beyond |= hold_value(main, row->model + 2 * j, row->remainder + 2 * j, type, n, held + k);
-        }
-        hash_pair(&hash, joined(held[0], held[1]));
+    for (int64_t i = chunk.start; i < chunk.end; i += WIDTH) {
+        int64_t n = chunk.end - i;
+        beyond |= hold_value(load(row->main + 4 * i, F32, n), row->model + 2 * i, row->remainder + 2 * i, type, n);
     }
-    *sum = sum_of_hash(hash);
     return beyond;
-}
-
-INLINE void add_fingerprint(int64_t *fingerprint, uint32_t sum) {
-    __atomic_fetch_add((uint32_t *)fingerprint, sum, __ATOMIC_RELAXED); /* modulo 2**32, little-endian */
 }
 
 static void decode_chunk(const HeldRow *row, Chunk chunk) {
@@ -259,19 +228,15 @@ static void decode_chunk(const HeldRow *row, Chunk chunk) {
     else decode_as(row, chunk, BF16);
 }
 
-/* Encode a chunk, and add to the row's fingerprint, which was 0 before its first chunk. Returns as encode_as does. */
+/* Returns the same as encode_as(). */
 static int encode_chunk(const HeldRow *row, Chunk chunk) {
-    uint32_t sum = 0;
-    int beyond = row->type == F16 ? encode_as(row, chunk, F16, &sum) : encode_as(row, chunk, BF16, &sum);
-    add_fingerprint(row->fingerprint, sum);
-    return beyond;
+    return row->type == F16 ? encode_as(row, chunk, F16) : encode_as(row, chunk, BF16);
 }
 
 /* Decode all rows' main params or, with `encode`, encode them. overflowed: shape [rows], written only with `encode`. */
 void hold(const Lengths *all, const HeldRow *rows, int encode, uint8_t *overflowed, int threads) {
     Share shares[MOST_THREADS];
     if (encode) memset(overflowed, 0, (size_t)all->num_rows);
-    for (int64_t r = 0; r < all->num_rows && encode; r++) *rows[r].fingerprint = 0;
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     share_out(all->num_chunks, shares, threads);
 #pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)

@@ -57,8 +57,7 @@ class _CachedColumns(NamedTuple):
     Attributes:
         names: of the state that is updated.
         tensors: columns of main params, or remainders, of model params, and of the state.
-        beside: step counts, if these are counted, fingerprints, scales and indices of first elements, by their columns
-            of a row.
+        beside: step counts, if these are counted, scales and indices of first elements, by their columns of a row.
         written: all tensors that an update writes, each once; model params last, as their versions are read next.
     """
 
@@ -91,9 +90,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         self._plans = PlanCache()
         self._addresses = GradAddresses()
         self._kept: WeakKeyDictionary[Operands, _CachedColumns] = WeakKeyDictionary()
-        self._kept_held: WeakKeyDictionary[HeldParams, tuple[list[TensorList], dict[int, TensorList | Numbers]]] = (
-            WeakKeyDictionary()
-        )
+        self._kept_held: WeakKeyDictionary[HeldParams, list[TensorList]] = WeakKeyDictionary()
         self._rates: dict[torch.device, tuple[float, Tensor]] = {}
 
     @property
@@ -316,15 +313,14 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             self._update(self._kernels.encode_kernel, table, (flags, found_inf), constants)
         if plan.rest:
             _scatter(flags, plan.rest, super().encode_(held.pick(plan.rest), found_inf))
-        torch.autograd.graph.increment_version([tensor for column in held.beside for tensor in column])
+        torch.autograd.graph.increment_version([*held.models, *held.remainders])
         return flags.view(torch.bool)
 
     def _held_plan(self, held: HeldParams) -> Plan:
         self._check(held.mains[0].device)
         if held not in self._kept_held:
-            tensors = [TensorList.of(column) for column in (held.remainders, held.models, held.mains)]
-            self._kept_held[held] = tensors, {device_table.MARK: TensorList.of(held.fingerprints)}
-        return self._plans.find(*self._kept_held[held])
+            self._kept_held[held] = [TensorList.of(column) for column in (held.remainders, held.models, held.mains)]
+        return self._plans.find(self._kept_held[held])
 
     def _check(self, device: torch.device) -> torch.device:
         """Raise UsageError unless the kernels, compiled or interpreted, can reach memory of ``device``."""
@@ -389,8 +385,6 @@ def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _CachedCo
     copied = [main for main, model in zip(mains, operands.model, strict=True) if main is not model]
     states = [tensor for tensors in operands.state.values() for tensor in tensors]
     beside: dict[int, TensorList | Numbers] = {device_table.STEP: TensorList.of(operands.step)} if counts_steps else {}
-    if operands.remainder:
-        beside[device_table.MARK] = TensorList.of(operands.fingerprint)
     if operands.has_codes:
         beside[device_table.START] = device_table.Numbers(operands.start or [0] * len(mains))
         for column, name in zip((device_table.FIRST_SCALE, device_table.SECOND_SCALE), names, strict=False):
@@ -400,7 +394,7 @@ def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _CachedCo
         names,
         [TensorList.of(mains), TensorList.of(operands.model), *(TensorList.of(operands.state[name]) for name in names)],
         beside,
-        [*copied, *operands.fingerprint, *states, *operands.step, *operands.model],
+        [*copied, *states, *operands.step, *operands.model],
     )
 
 

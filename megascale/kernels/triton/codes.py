@@ -56,12 +56,6 @@ def zeros_of(BLOCK: tl.constexpr, CODES: tl.constexpr):
 
 
 @inlined
-def zeros_of_words(BLOCK: tl.constexpr, CODES: tl.constexpr):
-    """Return int32 zeros, one for each two elements of a block, or where there are CODES for each group."""
-    return tl.full((BLOCK // GROUP if CODES else BLOCK // 2,), 0, tl.int32)
-
-
-@inlined
 def first_dither(row, start, step, CODES: tl.constexpr):
     """Return the dither of a chunk's first element as int32, modulo 2**32. step: landed steps before this one, fp32."""
     dither = tl.full((), 0, tl.int32)

@@ -31,7 +31,7 @@ CODES_VECTOR = 8  # elements, where a tensor of a row has 8 bits
 CACHE_BYTES = 1 << 26  # tables beyond that are dropped, least recently used first
 
 # Columns of a row, all int64.
-NUMEL, FIRST_CHUNK, SLOT, ALIGNED, STEP, MARK, START, FIRST_SCALE, SECOND_SCALE, TENSORS = range(10)
+NUMEL, FIRST_CHUNK, SLOT, ALIGNED, STEP, START, FIRST_SCALE, SECOND_SCALE, TENSORS = range(9)
 SCALES = (FIRST_SCALE, SECOND_SCALE)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, REMAINDER_DTYPE, *CODE_DTYPES)
@@ -71,8 +71,8 @@ class DeviceTable:
         dtypes: one per tensor of a row. None: the tensor is the row's first one again.
         grad_dtype: of the gradients; None: the call has none.
         rows: int64, shape [rows, TENSORS + len(dtypes)]: elements, first chunk, index in the call, whether every
-            pointer is aligned for vector access (1 or 0), pointers of the step count and of the fingerprint or 0, index
-            of the first element in the whole parameter, pointers of scales or 0, then the tensors' pointers.
+            pointer is aligned for vector access (1 or 0), pointer of the step count or 0, index of the first element in
+            the whole parameter, pointers of scales or 0, then the tensors' pointers.
         chunk_rows: int64, shape [chunks]: the row of each chunk, and in the high half that row's index in the call,
             with which a program loads its gradient's address without waiting for the row.
         counters: int64, shape [rows], 0 between launches.
@@ -121,8 +121,8 @@ class PlanCache:
         Args:
             columns: of tensors on one device, whose addresses are in the rows; the tensors of a parameter share a
                 shape. Where there are any, the first column holds main params, or remainders of the second one's.
-            beside: what else is known of each parameter, by the column of a row: addresses of 0-d step counts, fp32, of
-                fingerprints and of scales, and indices of the first elements.
+            beside: what else is known of each parameter, by the column of a row: addresses of 0-d step counts, fp32,
+                and of scales, and indices of the first elements.
             grads: gradients; the plan depends on their dtypes and layouts, not on their addresses.
 
         Raises UsageError if the plan is not in the cache while a graph is captured: replays would copy from host memory

@@ -13,7 +13,7 @@ from megascale.kernels.triton import device_table
 from megascale.kernels.triton.chunks import chunk_of, locate, whole_vectors
 from megascale.kernels.triton.elements import NARROWER, STATE, arrive, read, write
 from megascale.kernels.triton.interpreter import inlined
-from megascale.kernels.triton.remainders import found_in, main_chunks, read_main, update_fingerprint, write_main
+from megascale.kernels.triton.remainders import found_in, main_chunks, read_main, write_main
 
 VECTOR_WIDTH = tl.constexpr(device_table.UPDATE_VECTOR)
 POINTERS = ["rows", "chunk_rows", "counters", "flags", "found_inf"]
@@ -53,18 +53,16 @@ def _encode_chunk(
     left_chunk, model_chunk = main_chunks(row, start, MODEL_DTYPE, True, VECTOR)
     main_chunk = chunk_of(row, STATE, start, tl.float32, VECTOR)
     overflow = tl.full((BLOCK,), 0, tl.int32)
-    mark = tl.full((BLOCK // 2,), 0, tl.int32)
     for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         mask = offsets < last
         kept = offsets < last * landed
         main = read(main_chunk, offsets, mask)
         _, half, left = read_main(left_chunk, model_chunk, offsets, mask, MODEL_DTYPE, True)
-        overflow, mark = write_main(
-            left_chunk, model_chunk, start, offsets, main, half, left, mask, kept, overflow, mark, MODEL_DTYPE, True,
-            False,
+        overflow = write_main(
+            left_chunk, model_chunk, offsets, main, half, left, mask, kept, overflow, MODEL_DTYPE, True, False
         )
-    return found_in(overflow, mark)
+    return found_in(overflow)
 
 
 @triton.jit(do_not_specialize=POINTERS)
@@ -72,19 +70,13 @@ def encode_kernel(
     rows, chunk_rows, counters, flags, found_inf, COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Write model params, remainders and fingerprints, unless ``found_inf`` is set."""
+    """Write model params and remainders, unless ``found_inf`` is set."""
     index, _, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
     landed = (tl.load(found_inf) == 0).to(tl.int32)
     whole = whole_vectors(row, length, VECTOR_WIDTH)
     overflow = tl.full((), 0, tl.int32)
-    mark = tl.full((), 0, tl.int32)
     if whole > 0:
-        found, change = _encode_chunk(row, start, 0, whole, landed, MODEL_DTYPE, BLOCK, VECTOR_WIDTH)
-        overflow |= found
-        mark += change
+        overflow |= _encode_chunk(row, start, 0, whole, landed, MODEL_DTYPE, BLOCK, VECTOR_WIDTH)
     if whole < length:
-        found, change = _encode_chunk(row, start, whole, length, landed, MODEL_DTYPE, BLOCK // NARROWER, 1)
-        overflow |= found
-        mark += change
-    update_fingerprint(row, mark, True)
+        overflow |= _encode_chunk(row, start, whole, length, landed, MODEL_DTYPE, BLOCK // NARROWER, 1)
     arrive(row, counters + index, flags, overflow, CHUNK)

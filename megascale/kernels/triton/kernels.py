@@ -27,7 +27,6 @@ from megascale.kernels.triton.codes import (
     write_average,
     write_moments,
     zeros_of,
-    zeros_of_words,
 )
 from megascale.kernels.triton.decision import decide_kernel as decide_kernel
 from megascale.kernels.triton.decision import rescale_kernel as rescale_kernel
@@ -37,9 +36,9 @@ from megascale.kernels.triton.held_kernels import decode_kernel as decode_kernel
 from megascale.kernels.triton.held_kernels import encode_kernel as encode_kernel
 from megascale.kernels.triton.interpreter import INTERPRETED as INTERPRETED
 from megascale.kernels.triton.interpreter import cache_folder as cache_folder
-from megascale.kernels.triton.interpreter import inlined, sum_of
+from megascale.kernels.triton.interpreter import inlined
 from megascale.kernels.triton.measure import measure_kernel as measure_kernel
-from megascale.kernels.triton.remainders import found_in, main_chunks, read_main, update_fingerprint, write_main
+from megascale.kernels.triton.remainders import found_in, main_chunks, read_main, write_main
 
 LANGUAGE_DTYPES = {
     None: None,
@@ -77,7 +76,6 @@ def _adam_chunk(
     sq_scales = scales_of(row, SECOND_SCALE, start, SQ_DTYPE)
     max_chunk = chunk_of(row, STATE + 2, start, MAX_DTYPE, VECTOR)
     overflow = zeros_of(BLOCK, CODES)
-    mark = zeros_of_words(BLOCK, CODES)
     for begin in range(first, last, BLOCK):
         offsets = offsets_of(begin, BLOCK, CODES)
         mask = offsets < last
@@ -106,15 +104,15 @@ def _adam_chunk(
             write(sq_chunk, offsets, exp_avg_sq, kept)
         denominator = tl.sqrt_rn(second) * inv_correction2_sqrt + eps
         p = tl.where(kept, p - tl.div_rn(step_size * exp_avg, denominator), main)
-        overflow, mark = write_main(
-            main_chunk, model_chunk, start, offsets, p, half, left, mask, kept, overflow, mark, MODEL_DTYPE, HELD, CODES
+        overflow = write_main(
+            main_chunk, model_chunk, offsets, p, half, left, mask, kept, overflow, MODEL_DTYPE, HELD, CODES
         )
         if CODES:
             write_moments(
                 avg_chunk, sq_chunk, avg_scales, sq_scales, begin, last * landed, offsets, mask, kept, exp_avg,
                 exp_avg_sq, dither, AVG_DTYPE, SQ_DTYPE, BLOCK
             )
-    return found_in(overflow, mark)
+    return found_in(overflow)
 
 
 @triton.jit(do_not_specialize=POINTERS)
@@ -144,24 +142,18 @@ def adam_kernel(
     WHOLE: tl.constexpr = GROUP if CODES else UPDATE_VECTOR
     whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR, WHOLE)
     overflow = tl.full((), 0, tl.int32)
-    mark = tl.full((), 0, tl.int32)
     if whole > 0:
-        found, change = _adam_chunk(
+        overflow |= _adam_chunk(
             row, grad, start, 0, whole, landed, dither, scale, decay, step_size, inv_correction2_sqrt, beta1, rest1,
             beta2, rest2, eps, weight_decay, MODEL_DTYPE, HELD, CODES, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE, MAX_DTYPE,
             DECOUPLED, L2, MAXIMIZE, BLOCK, VECTOR,
         )
-        overflow |= found
-        mark += change
     if whole < length:
-        found, change = _adam_chunk(
+        overflow |= _adam_chunk(
             row, grad, start, whole, length, landed, dither, scale, decay, step_size, inv_correction2_sqrt, beta1,
             rest1, beta2, rest2, eps, weight_decay, MODEL_DTYPE, HELD, CODES, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE,
             MAX_DTYPE, DECOUPLED, L2, MAXIMIZE, BLOCK // NARROWER, 1,
         )
-        overflow |= found
-        mark += change
-    update_fingerprint(row, mark, HELD)
     if arrive(row, counters + index, flags, overflow, CHUNK):
         tl.store(count, step + (1 - skipped))
 
@@ -178,7 +170,6 @@ def _sgd_chunk(
     buffer_chunk = chunk_of(row, STATE, start, BUFFER_DTYPE, VECTOR)
     scales = scales_of(row, FIRST_SCALE, start, BUFFER_DTYPE)
     overflow = zeros_of(BLOCK, CODES)
-    mark = zeros_of_words(BLOCK, CODES)
     for begin in range(first, last, BLOCK):
         offsets = offsets_of(begin, BLOCK, CODES)
         mask = offsets < last
@@ -199,12 +190,12 @@ def _sgd_chunk(
             else:
                 g = velocity
         p = tl.where(kept, main - rate * g, main)
-        overflow, mark = write_main(
-            main_chunk, model_chunk, start, offsets, p, half, left, mask, kept, overflow, mark, MODEL_DTYPE, HELD, CODES
+        overflow = write_main(
+            main_chunk, model_chunk, offsets, p, half, left, mask, kept, overflow, MODEL_DTYPE, HELD, CODES
         )
         if CODES:
             write_average(buffer_chunk, scales, begin, last * landed, offsets, kept, velocity, dither, BLOCK)
-    return found_in(overflow, mark)
+    return found_in(overflow)
 
 
 @triton.jit(do_not_specialize=POINTERS)
@@ -233,22 +224,16 @@ def sgd_kernel(
     WHOLE: tl.constexpr = GROUP if CODES else UPDATE_VECTOR
     whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR, WHOLE)
     overflow = tl.full((), 0, tl.int32)
-    mark = tl.full((), 0, tl.int32)
     if whole > 0:
-        found, change = _sgd_chunk(
+        overflow |= _sgd_chunk(
             row, grad, start, 0, whole, landed, dither, scale, rate, momentum, share, weight_decay, MODEL_DTYPE, HELD,
             CODES, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK, VECTOR,
         )
-        overflow |= found
-        mark += change
     if whole < length:
-        found, change = _sgd_chunk(
+        overflow |= _sgd_chunk(
             row, grad, start, whole, length, landed, dither, scale, rate, momentum, share, weight_decay, MODEL_DTYPE,
             HELD, CODES, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK // NARROWER, 1,
         )
-        overflow |= found
-        mark += change
-    update_fingerprint(row, mark, HELD)
     last = arrive(row, counters + index, flags, overflow, CHUNK)
     if DAMPENED:
         if last:
@@ -266,7 +251,6 @@ def _lion_chunk(
     avg_chunk = chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
     scales = scales_of(row, FIRST_SCALE, start, AVG_DTYPE)
     overflow = zeros_of(BLOCK, CODES)
-    mark = zeros_of_words(BLOCK, CODES)
     for begin in range(first, last, BLOCK):
         offsets = offsets_of(begin, BLOCK, CODES)
         mask = offsets < last
@@ -282,12 +266,12 @@ def _lion_chunk(
         average = beta2 * average + rest2 * g
         if not CODES:
             write(avg_chunk, offsets, average, kept)
-        overflow, mark = write_main(
-            main_chunk, model_chunk, start, offsets, p, half, left, mask, kept, overflow, mark, MODEL_DTYPE, HELD, CODES
+        overflow = write_main(
+            main_chunk, model_chunk, offsets, p, half, left, mask, kept, overflow, MODEL_DTYPE, HELD, CODES
         )
         if CODES:
             write_average(avg_chunk, scales, begin, last * landed, offsets, kept, average, dither, BLOCK)
-    return found_in(overflow, mark)
+    return found_in(overflow)
 
 
 @triton.jit(do_not_specialize=POINTERS)
@@ -313,22 +297,16 @@ def lion_kernel(
     WHOLE: tl.constexpr = GROUP if CODES else UPDATE_VECTOR
     whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR, WHOLE)
     overflow = tl.full((), 0, tl.int32)
-    mark = tl.full((), 0, tl.int32)
     if whole > 0:
-        found, change = _lion_chunk(
+        overflow |= _lion_chunk(
             row, grad, start, 0, whole, landed, dither, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
             MODEL_DTYPE, HELD, CODES, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK, VECTOR,
         )
-        overflow |= found
-        mark += change
     if whole < length:
-        found, change = _lion_chunk(
+        overflow |= _lion_chunk(
             row, grad, start, whole, length, landed, dither, scale, rate.to(tl.float32), decay, beta1, rest1, beta2,
             rest2, MODEL_DTYPE, HELD, CODES, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK // NARROWER, 1,
         )
-        overflow |= found
-        mark += change
-    update_fingerprint(row, mark, HELD)
     last = arrive(row, counters + index, flags, overflow, CHUNK)
     if CODES:
         if last:
@@ -347,7 +325,7 @@ def _write_back_chunk(
         mask = offsets < last
         main = read(main_chunk, offsets, mask)
         overflow = round_into_model(model_chunk, offsets, main, mask, mask, overflow, MODEL_DTYPE)
-    return tl.minimum(sum_of(overflow), 1)
+    return found_in(overflow)
 
 
 @triton.jit(do_not_specialize=POINTERS)

@@ -10,20 +10,15 @@ param. They pass over 16-bit tensors only, so that no fp32 main param is in memo
 import triton.language as tl
 
 from megascale.kernels import remainders
-from megascale.kernels.triton import device_table
 from megascale.kernels.triton.chunks import chunk_of
 from megascale.kernels.triton.elements import MAIN, MODEL, OVERFLOW, bits_as_bf16, overflow_in, round_into_model, write
 from megascale.kernels.triton.interpreter import inlined, sum_of
 
-MARK = tl.constexpr(device_table.MARK)
 MOST = tl.constexpr(remainders.MOST)
 LINEAR = tl.constexpr(remainders.FP16_LINEAR)
 UNIT = tl.constexpr(remainders.UNIT)
 PER_UNIT = tl.constexpr(1 / remainders.UNIT)
 HALF_INFINITY = tl.constexpr(remainders.FP16_INF)
-# As int32, whose products wrap as those of uint32 do.
-KEY_STRIDE = tl.constexpr(remainders.KEY_STRIDE - (1 << 32))
-KEY_START = tl.constexpr(remainders.KEY_START - (1 << 32))
 TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a number below 2**22 that is added to it in fp32 keeps no fraction
 
 # fmt: off
@@ -49,15 +44,24 @@ def _magnitude_of_fp16(half):
 
 @inlined
 def decode(half, left, MODEL_DTYPE: tl.constexpr):
-    """Return the fp32 main param. half: the model param's bits, sign-extended; left: the remainder; both int32."""
+    """Return the fp32 main param. half: the model param's bits, sign-extended; left: the remainder; both int32.
+
+    Of a pair that :func:`encode` does not return, it is the model param.
+    """
     if MODEL_DTYPE == tl.bfloat16:
-        bits = (half << 16) + left
+        alone = half << 16
+        bits = alone + left
+        value = bits.to(tl.float32, bitcast=True)
+        bits = tl.where(((left < -MOST) & ((half & 1) != 0)) | (value != value), alone, bits)
     else:
+        size = half & 0x7FFF
         magnitude = _magnitude_of_fp16(half)
+        alone = magnitude.to(tl.int32, bitcast=True)
         fixed = magnitude + left.to(tl.float32) * PER_UNIT
-        exact = magnitude.to(tl.int32, bitcast=True) + left
-        bits = tl.where((half & 0x7FFF) < LINEAR, fixed.to(tl.int32, bitcast=True), exact)
-        bits = bits | (half & -0x8000) << 16
+        bits = tl.where(size < LINEAR, fixed.to(tl.int32, bitcast=True), alone + left)
+        again = bits.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        foreign = (again != size) | (size >= HALF_INFINITY) | ((size < LINEAR) & (left < -MOST))
+        bits = tl.where(foreign, alone, bits) | (half & -0x8000) << 16
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -105,36 +109,13 @@ def read_main(main_chunk, model_chunk, offsets, mask, MODEL_DTYPE: tl.constexpr,
 
 
 @inlined
-def _pairs(values, ROWS: tl.constexpr):
-    """Return neighbours in a dimension of their own, the last."""
-    if ROWS:
-        pairs = tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2))
-    else:
-        pairs = tl.reshape(values, (values.shape[0] // 2, 2))
-    return pairs
-
-
-@inlined
-def _words(half, ROWS: tl.constexpr):
-    """Return the bits of two neighbours as one int32. half: those of each, in the lower 16 bits."""
-    first, second = tl.split(_pairs(half, ROWS))
-    return (first & 0xFFFF) | (second << 16)
-
-
-@inlined
-def _hashes(words, factor):
-    return folded(folded(words, 13) * factor, 15)
-
-
-@inlined
 def write_main(
-    main_chunk, model_chunk, start, offsets, value, half, left, mask, kept, overflow, mark, MODEL_DTYPE: tl.constexpr,
+    main_chunk, model_chunk, offsets, value, half, left, mask, kept, overflow, MODEL_DTYPE: tl.constexpr,
     HELD: tl.constexpr, ROWS: tl.constexpr,
 ):
     """Write main params and their model params where ``kept``.
 
-    Return ``overflow`` with another number than 0 where the rounding is not finite fp16, and ``mark`` with what the
-    fingerprint changes by: of each word, or of each row of a block in ROWS.
+    Return ``overflow`` with another number than 0 where the rounding is not finite fp16.
     half, left: what :func:`read_main` returned beside the main params. Where HELD a finite number that would be inf in
     fp16 keeps them.
     """
@@ -148,27 +129,13 @@ def write_main(
             remainder = tl.where(refused, left, remainder)
         tl.store(main_chunk + offsets, remainder.to(tl.int16), mask=kept)
         tl.store(model_chunk + offsets, rounded.to(tl.int16), mask=kept)
-        words = _words(tl.where(kept, rounded, half), ROWS)
-        first_of_word, _ = tl.split(_pairs(offsets, ROWS))
-        key = (start.to(tl.int32) * KEY_STRIDE + KEY_START) + first_of_word * KEY_STRIDE
-        factor = folded(key, 15) | 1
-        change = _hashes(words, factor) - _hashes(_words(half, ROWS), factor)
-        mark += sum_of(change, 1) if ROWS else change
     else:
         write(main_chunk, offsets, value, kept)
         overflow = round_into_model(model_chunk, offsets, value, mask, kept, overflow, MODEL_DTYPE, ROWS)
-    return overflow, mark
+    return overflow
 
 
 @inlined
-def update_fingerprint(row, mark, HELD: tl.constexpr):
-    """Add a program's ``mark`` to the low half of its row's fingerprint, modulo 2**32."""
-    if HELD:
-        fingerprint = tl.load(row + MARK).to(tl.pointer_type(tl.int32))  # little-endian: the low half comes first
-        tl.atomic_add(fingerprint, mark, sem="relaxed")
-
-
-@inlined
-def found_in(overflow, mark):
-    """Return whether any element of a chunk overflows, 0 or 1, and what it changes the fingerprint by."""
-    return tl.minimum(sum_of(overflow), 1), sum_of(mark)
+def found_in(overflow):
+    """Return whether any element of a chunk overflows, 0 or 1."""
+    return tl.minimum(sum_of(overflow), 1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from megascale.kernels import (
     AdamHyper,
     Decision,
+    HeldParams,
     LionHyper,
     NativeBackend,
     Operands,
@@ -32,6 +33,7 @@ from megascale.kernels.native import levels
 from megascale.kernels.native import library as native_library
 from tests.cases import cases
 from tests.training import bits_equal
+from tests.unit.kernels.test_remainders import edge_pairs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST, NARROW = "widest", "256 bits without fp16"
@@ -308,6 +310,52 @@ def test_large_updates_leave_the_same_bits(model: torch.dtype, offset: int, nati
 
 
 @pytest.mark.native
+@pytest.mark.native
+@pytest.mark.parametrize("codes", [False, True], ids=["fp32 moments", "codes"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("native", VECTORS, indirect=True)
+def test_pairs_that_no_encoding_produces(dtype: torch.dtype, codes: bool, native: NativeBackend) -> None:
+    """Model params beside remainders that others' writes left: decoded alone, and in an update of rate 0, as by the
+    reference, in whole vectors and in what is left of them.
+    """
+    model, remainder = edge_pairs(dtype, 7)
+    there = ~model.isnan()
+    ends = [1, 18, 37, 600, 70_000]
+    pairs = [(model, remainder), *((model[there][-end:], remainder[there][-end:]) for end in ends)]
+    models, lefts = ([pair[at] for pair in pairs] for at in (0, 1))
+    held = [HeldParams(models, lefts, [torch.empty_like(one, dtype=torch.float32) for one in models]) for _ in range(2)]
+    native.decode_(held[0])
+    ReferenceBackend().decode_(held[1])
+    assert torch.equal(held[0].mains[0].isnan(), model.isnan())
+    for one, other in zip(held[0].mains, held[1].mains, strict=True):
+        assert bits_equal(one[~other.isnan()], other[~other.isnan()])
+
+    def operands() -> Operands:
+        copies = [one.clone() for one in models[1:]]
+        moments = {
+            name: [torch.ones_like(one, dtype=kind if codes else torch.float32) for one in copies]
+            for name, kind in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8))
+        }
+        scales = {name + "_scale": [torch.ones(-(-len(one) // 32)) for one in copies] for name in moments if codes}
+        return Operands(
+            model=copies,
+            main=[torch.empty_like(one, device="meta", dtype=torch.float32) for one in copies],
+            grad=[torch.ones_like(one) for one in copies],
+            state=moments | scales,
+            step=[torch.zeros(()) for _ in copies],
+            remainder=[one.clone() for one in lefts[1:]],
+        )
+
+    ours, theirs, still = operands(), operands(), AdamHyper(0.0, 0.9, 0.999, 1e-8, 0.0, True, False, False)
+    flags, reference = native.adam_(ours, still, _decision()), ReferenceBackend()
+    expected = reference.on_decoded(
+        theirs, lambda decoded: reference.adam_(decoded, still, _decision()), torch.zeros(())
+    )
+    assert torch.equal(flags, expected)
+    assert all(map(bits_equal, ours.model, theirs.model))
+    assert all(map(bits_equal, ours.remainder, theirs.remainder))
+
+
 def test_table_follows_the_operands() -> None:
     """The same Operands with other gradients, other contents and another layout: nothing of the last call is used."""
     native = NativeBackend()
@@ -381,8 +429,8 @@ def test_no_compiler_is_an_error_that_says_so(tmp_path: Path) -> None:
 
 
 def test_row_has_the_layout_of_native_c() -> None:
-    """The columns of the table are the fields of native.c's Row: 12 of 8 bytes."""
-    assert native_backend.COLUMNS * 8 == 96
+    """The columns of the table are the fields of native.c's Row: 11 of 8 bytes."""
+    assert native_backend.COLUMNS * 8 == 88
     assert ctypes.sizeof(native_backend._Lengths) == 4 * 8
     assert ctypes.sizeof(native_backend._Grads) == 2 * 8
     assert ctypes.sizeof(native_backend._Hyper) == 11 * 8

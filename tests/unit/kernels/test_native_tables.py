@@ -34,7 +34,6 @@ def _operands(kind: str) -> Operands:
         state=state,
         step=[torch.zeros(()) for _ in NUMELS] if "codes" in kind else [],
         remainder=[torch.zeros_like(model, dtype=torch.int16) for model in models] if held else [],
-        fingerprint=[torch.zeros((), dtype=torch.int64) for _ in models] if held else [],
     )
 
 
@@ -69,7 +68,7 @@ def test_strided_tensors_are_read_as_their_values(kind: str, odd: str) -> None:
         native = NativeBackend()
         for _ in range(2):
             native.lion_(operands, LION, LANDS)
-    for name in ("model", "remainder", "fingerprint"):
+    for name in ("model", "remainder"):
         assert all(map(bits_equal, getattr(dense, name), getattr(gaps, name)))
     moments = [one.contiguous() for one in gaps.state["exp_avg"]]
     assert all(map(bits_equal, dense.state["exp_avg"], moments))
@@ -98,7 +97,7 @@ def test_remainders_are_written_in_one_call() -> None:
     operands, native = _operands("remainders"), NativeBackend()
     mains = [model.float() + 1 for model in operands.model]
     expected = [main.clone() for main in mains]
-    held = HeldParams(operands.model, operands.remainder, operands.fingerprint, mains)
+    held = HeldParams(operands.model, operands.remainder, mains)
     before = [model._version for model in operands.model]
     with OperatorCounter() as counter:
         flags = native.encode_(held, torch.zeros(()))

@@ -21,10 +21,11 @@ from megascale.kernels import (
     ReferenceBackend,
     SgdHyper,
 )
-from megascale.kernels.remainders import encode, fingerprint
+from megascale.kernels.remainders import encode
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.backend import TritonBackend
 from tests.training import bits_equal
+from tests.unit.kernels.test_remainders import edge_pairs
 from tests.unit.kernels.test_triton_vectors import CHUNK, DEVICE, at_address
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -101,7 +102,6 @@ def _operands(rows: list[Row], names: list[str]) -> tuple[Operands, list[Tensor]
         hollow = torch.empty(numel, device=DEVICE)
         hollow.untyped_storage().resize_(0)
         operands.main.append(hollow)
-        operands.fingerprint.append(fingerprint(operands.model[-1]))
         operands.step.append(torch.full((), 3.0, device=DEVICE))
     return operands, buffers
 
@@ -120,22 +120,20 @@ def _reference(update: Update, operands: Operands, decision: Decision) -> Tensor
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(_rows(), min_size=1, max_size=3), skip=st.booleans())
 def test_held_rows_at_any_address_and_length(rule: str, rows: list[Row], skip: bool) -> None:
-    """Model params, remainders, fingerprints, state and flags are the reference's, and no bit beside them changes."""
+    """Model params, remainders, state and flags are the reference's, and no bit beside them changes."""
     update, names = RULES[rule]
     (ours, our_buffers), (theirs, their_buffers) = _operands(rows, names), _operands(rows, names)
     flags = update(TritonBackend(), ours, _decision(skip))
     assert torch.equal(flags, _reference(update, theirs, _decision(skip)))
-    ours_beside, theirs_beside = ([*each.step, *each.fingerprint] for each in (ours, theirs))
-    for left, right in zip([*our_buffers, *ours_beside], [*their_buffers, *theirs_beside], strict=True):
+    for left, right in zip([*our_buffers, *ours.step], [*their_buffers, *theirs.step], strict=True):
         assert bits_equal(left, right)
-    assert [int(fingerprint(model)) for model in ours.model] == [int(mark) for mark in ours.fingerprint]
 
 
 def _held(operands: Operands, numels: list[int], address: int) -> tuple[HeldParams, list[Tensor]]:
     """Return what is held, with memory for main params at an address, and the buffers of that."""
     views = [at_address(torch.zeros(numel, device=DEVICE), address) for numel in numels]
     mains = [view for view, _ in views]
-    return HeldParams(operands.model, operands.remainder, operands.fingerprint, mains), [buffer for _, buffer in views]
+    return HeldParams(operands.model, operands.remainder, mains), [buffer for _, buffer in views]
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -155,7 +153,7 @@ def test_decoding_and_encoding_alone(rows: list[Row], skip: bool, address: int) 
             main[7::23] = 1e9
     found_inf = _decision(skip).found_inf
     assert torch.equal(backend.encode_(our_held, found_inf), reference.encode_(their_held, found_inf))
-    for left, right in zip([*our_buffers, *ours.fingerprint], [*their_buffers, *theirs.fingerprint], strict=True):
+    for left, right in zip(our_buffers, their_buffers, strict=True):
         assert bits_equal(left, right)
 
 
@@ -163,10 +161,8 @@ def _written(mains: list[Tensor], dtype: torch.dtype) -> tuple[Operands, Tensor]
     """Return what holds ``mains`` after a step of SGD from zeros, and its flags."""
     numels = [len(main) for main in mains]
     operands, _ = _operands([(numel, SINGLE, dtype, SINGLE, [0] * 6) for numel in numels], [])
-    for main, model, remainder, mark, grad in zip(
-        mains, operands.model, operands.remainder, operands.fingerprint, operands.grad, strict=True
-    ):
-        for tensor in (model, remainder, mark):
+    for main, model, remainder, grad in zip(mains, operands.model, operands.remainder, operands.grad, strict=True):
+        for tensor in (model, remainder):
             tensor.zero_()
         grad.copy_(main)
     hyper = SgdHyper(-1.0, 0.0, 0.0, 0.0, False, False)
@@ -188,7 +184,6 @@ def test_numbers_are_held_as_specified(dtype: torch.dtype, monkeypatch: pytest.M
     model, remainder = encode(main.to(DEVICE), dtype)
     assert bits_equal(operands.model[0], model)
     assert bits_equal(operands.remainder[0], remainder)
-    assert operands.fingerprint[0] == fingerprint(model)
     assert not flags.any()
 
 
@@ -202,16 +197,26 @@ def test_what_fp16_cannot_hold_is_kept_and_flagged(dtype: torch.dtype) -> None:
         main[at] = value
     operands, flags = _written([main.to(DEVICE) for main in mains], dtype)
     assert flags.tolist() == [dtype == HALF] * 4 + [False]
-    for main, model, remainder, mark in zip(
-        mains, operands.model, operands.remainder, operands.fingerprint, strict=True
-    ):
+    for main, model, remainder in zip(mains, operands.model, operands.remainder, strict=True):
         expected, left = encode(main.to(DEVICE), dtype)
         refused = expected.isinf() & main.to(DEVICE).isfinite()
         there = ~expected.isnan()
         assert torch.equal(model.isnan(), expected.isnan())
         assert torch.equal(model[there], torch.where(refused, 0, expected)[there])
         assert torch.equal(remainder, torch.where(refused, 0, left))
-        assert mark == fingerprint(model)
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=str)
+def test_pairs_that_no_encoding_produces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model params beside remainders that others' writes left are decoded as by the reference."""
+    monkeypatch.setattr(device_table, "CHUNK", 1 << 14)
+    model, remainder = (one.to(DEVICE) for one in edge_pairs(dtype, 61))
+    held = [HeldParams([model], [remainder], [torch.empty_like(model, dtype=SINGLE)]) for _ in range(2)]
+    TritonBackend().decode_(held[0])
+    ReferenceBackend().decode_(held[1])
+    (ours,), (theirs,) = (each.mains for each in held)
+    assert torch.equal(ours.isnan(), model.isnan())
+    assert bits_equal(ours[~model.isnan()], theirs[~model.isnan()])
 
 
 def test_one_launch_updates_all_that_is_held_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,25 +234,24 @@ def test_one_launch_updates_all_that_is_held_in_one_dtype(monkeypatch: pytest.Mo
     monkeypatch.setattr(kind, "run", noted)
     update, states = RULES["adam"]
     operands, _ = _operands([(n, HALF, HALF, SINGLE, [0] * 6) for n in range(1, 30)], states)
-    before = [tensor._version for tensor in (*operands.model, *operands.remainder, *operands.fingerprint)]
+    before = [tensor._version for tensor in (*operands.model, *operands.remainder)]
     update(TritonBackend(), operands, _decision())
-    after = [tensor._version for tensor in (*operands.model, *operands.remainder, *operands.fingerprint)]
+    after = [tensor._version for tensor in (*operands.model, *operands.remainder)]
     assert names == ["adam_kernel"]
     assert [new - old for new, old in zip(after, before, strict=True)] == [1] * len(before)
 
 
 def test_held_rows_that_no_kernel_takes_run_on_the_reference() -> None:
-    """Strided ones, whose fingerprint counts in row-major order, and state of fp64: beside others, in one call."""
+    """Strided ones, and state of fp64: beside others, in one call."""
     update, names = RULES["lion"]
     (ours, _), (theirs, _) = (_operands([(48, HALF, HALF, SINGLE, [0] * 6)] * 3, names) for _ in range(2))
     for operands in (ours, theirs):
         columns = (operands.model, operands.remainder, operands.grad, *operands.state.values())
         for column in columns:
             column[1] = column[1].view(6, 8).t()  # type: ignore[index]
-        operands.fingerprint[1].copy_(fingerprint(operands.model[1]))
         operands.state["exp_avg"][2] = operands.state["exp_avg"][2].double()
     flags = update(TritonBackend(), ours, _decision())
     assert torch.equal(flags, _reference(update, theirs, _decision()))
-    everything = [(each.model, each.remainder, each.fingerprint, each.state["exp_avg"]) for each in (ours, theirs)]
+    everything = [(each.model, each.remainder, each.state["exp_avg"]) for each in (ours, theirs)]
     for one, other in zip(*everything, strict=True):
         assert all(map(bits_equal, one, other))
