@@ -11,6 +11,10 @@ from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConf
 from megascale.averages import AveragedMainParams
 from megascale.errors import MainParamOverflowError
 from megascale.step.decoded import scratch_numel
+from megascale.utils.dtensors import to_local
+from tests.cells import CELLS, Cell, integers
+from tests.fsdp2_cases import whole
+from tests.pool import RankPool
 from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot, trained
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -153,13 +157,12 @@ def test_writes_from_outside_are_taken_over() -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "reference", *TRITON])
-def test_writes_that_change_nothing_keep_remainders(backend: str) -> None:
-    """Weights loaded as they were, moved to other memory as offloading does, or written with their own values."""
+def test_weights_that_only_move_keep_remainders(backend: str) -> None:
+    """To other memory, as offloading moves them, or written with their own values in a way that nobody counts. A write
+    that torch counts takes all of a parameter, also one of the same values.
+    """
     module = odd(torch.float16)
     optimizer = constant(module, INNER["adamw_fused"], 256.0, backend=backend, **HELD)
-
-    def load() -> None:
-        module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()})
 
     def move() -> None:
         for param in module.params:
@@ -169,15 +172,66 @@ def test_writes_that_change_nothing_keep_remainders(backend: str) -> None:
         for param in module.params:
             param.data.copy_(param.data.clone())
 
-    for step, write in enumerate((load, move, write_the_same)):
+    def load() -> None:
+        module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()})
+
+    for step, write in enumerate((move, write_the_same, load)):
         set_grads(module, step, 256.0)
         optimizer.step()
         before = {name: main.clone() for name, main in optimizer.main_params()}
+        if write is load:
+            assert any(not bits_equal(before[name], param.float()) for name, param in module.named_parameters())
+            before = {name: param.detach().float() for name, param in module.named_parameters()}
         write()
         for param in module.params:
             param.grad = None
         optimizer.step()
         assert all(bits_equal(before[name], main) for name, main in optimizer.main_params())
+
+
+WRITTEN = (0.0, -0.0, 3 * 2.0**-24, 2.0**-15, 0.5, -65504.0)
+"""What weights are written with; bf16 rounds the last."""
+COMPACT = [cell for cell in CELLS if cell.state == "compact"]
+
+
+@pytest.mark.parametrize("cell", COMPACT, ids=str)
+def test_writes_that_nobody_counts_make_no_other_weight(cell: Cell, ranks: RankPool) -> None:
+    """Invariant 6: weights that were written through ``.data`` are those after a step of rate 0, with remainders of
+    other weights beside them; reload_model_params() makes them the main params. With fp32 main params 16-bit weights
+    would be those of before, and parameters in fp32 are their own main params: there are no cells of fp32 state.
+    """
+    for found in ranks.run(cell.world_size, _written_by_nobody, cell):
+        assert found == [(True, True, True)] * len(WRITTEN)
+
+
+def _written_by_nobody(cell: Cell) -> list[tuple[bool, bool, bool]]:
+    model = cell.model()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2.0**-12)  # fp16's remainders below 2**-16 are larger than above
+    optimizer = cell.optimizer(model)
+    found = []
+    for seed, value in enumerate(WRITTEN):
+        for group in optimizer.param_groups:
+            group["lr"] = 2.0**-16
+        for more in range(3):
+            cell.backward(optimizer, model, integers(cell.shapes, 3 * seed + more))
+            optimizer.step()
+            optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for weight in model.parameters():
+            to_local(weight.detach()).data.fill_(value)
+        expected = [weight.detach().clone() for weight in model.parameters()]
+        cell.backward(optimizer, model, integers(cell.shapes, seed))
+        success = bool(optimizer.step().success)
+        optimizer.zero_grad()
+        kept = all(map(torch.equal, map(whole, model.parameters()), map(whole, expected)))
+        optimizer.reload_model_params()
+        written = torch.tensor(value).to(cell.dtype)
+        taken = all(bool((whole(main) == written).all()) for _, main in optimizer.main_params())
+        found.append((success, kept, taken))
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
