@@ -14,7 +14,7 @@ The shift, 16 to 19, is the smallest with which 255 codes reach from the group's
 16 octaves, with 128 to 16 codes in each. Roots below that range are raised to ``floor``: no root becomes 0 beside one
 that is not, and an update never divides by less than it would in fp32. All codes of a coarser shift are codes of a
 finer one, too. The scale is the fp32 number ``floor`` with ``shift - 16`` in its two lowest bits, which ``floor`` does
-not need; a group of zeros has scale 0.
+not need; a group of zeros has scale 0. A group of zero codes stands for zeros, whatever its scale.
 
 **Why the first moment is a quotient.** ``exp_avg`` is stored divided by the root of ``exp_avg_sq`` as stored. That
 quotient is bounded and of similar size for all elements of a group, so that a linear code is enough: ``q * scale`` with
@@ -114,10 +114,14 @@ def encode_root(root: Tensor, dithers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_root(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return the roots, fp32, shape [n], of what :func:`encode_root` returned."""
+    """Return the roots, fp32, shape [n], of what :func:`encode_root` returned; 0 for codes that were set to 0.
+
+    A group whose ``floor`` is not 0 has a code of at least 254. So a group of zeros is none of those that were encoded.
+    """
     bits = scale.reshape(-1).view(torch.int32).to(torch.int64).unsqueeze(1)
-    shift = FINEST + (bits & 3)
-    decoded = (bits & ~3) + (grouped(codes.to(torch.int64)) << shift)
+    codes_of_group = grouped(codes.to(torch.int64))
+    floor = torch.where(codes_of_group.any(1, keepdim=True), bits & ~3, 0)
+    decoded = floor + (codes_of_group << (FINEST + (bits & 3)))
     return flat_of(decoded, codes).to(torch.int32).view(torch.float32)
 
 

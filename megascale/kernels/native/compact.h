@@ -87,13 +87,18 @@ INLINE void read_main(GroupRun at, CompactKind kind, int64_t t, Floats *value) {
     }
 }
 
-/* Read floor and shift of each group's roots. */
+/* Read floor and shift of each group's roots. Codes that are all 0 are those of roots that were set to 0. */
 INLINE void old_floors(GroupRun at, BlockBuffers *work, int64_t groups) {
     PerGroup scale = {{0}};
     memcpy(scale.bits, at.second_scale, (size_t)groups * sizeof(uint32_t));
     for (int v = 0; v < BLOCK / WIDTH; v++) {
         work->floor.words[v] = scale.words[v] & ~3u;
         work->shift.words[v] = (scale.words[v] & 3u) + FINEST;
+    }
+    for (int64_t t = 0; t < groups; t++) {
+        uint64_t codes[GROUP / 8];
+        memcpy(codes, at.second + t * GROUP, sizeof codes);
+        if ((codes[0] | codes[1] | codes[2] | codes[3]) == 0) work->floor.bits[t] = 0;
     }
 }
 

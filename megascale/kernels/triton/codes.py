@@ -114,7 +114,8 @@ def read_moments(
     if SQ_DTYPE == tl.uint8:
         scale = _read_scale(sq_scales, begin, last, BLOCK)
         code = tl.load(sq_chunk + offsets, mask=mask, other=0).to(tl.int32)
-        root = ((scale & -4) + (code << ((scale & 3) + FINEST))).to(tl.float32, bitcast=True)
+        floor = tl.where(max_of_rows(code)[:, None] == 0, 0, scale & -4)  # 0: of a group that was set to 0
+        root = (floor + (code << ((scale & 3) + FINEST))).to(tl.float32, bitcast=True)
         exp_avg_sq = root * root
     else:
         exp_avg_sq = read(sq_chunk, offsets, mask)

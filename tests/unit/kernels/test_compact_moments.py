@@ -209,6 +209,24 @@ def test_a_root_between_two_codes_is_held_right_on_average() -> None:
     assert ((held.double().mean(0) - root).abs() < 2.0**-7 * 0.02).all()
 
 
+def test_codes_that_were_set_to_zero_stand_for_zeros() -> None:
+    """A group of zero codes, as ``exp_avg_sq.zero_()`` leaves it beside its scale; no group of other roots has such
+    codes, however far apart they are.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for spread in (0.0, 1.0, 8.0, 60.0):
+        roots = torch.exp2(spread * torch.rand(320, generator=generator) - spread / 2)
+        codes, scale = encode_root(roots, dither(0, 320, torch.tensor(1.0)))
+        assert (codes.view(-1, GROUP).amax(1) >= 254).all()
+        before = decode_root(codes, scale)
+        codes[32:64], codes[300:] = 0, 0
+        after = decode_root(codes, scale)
+        assert not after[32:64].any()
+        assert torch.equal(after[:32], before[:32])
+        assert torch.equal(after[64:300], before[64:300])
+        assert (after[300:] > 0).all()  # beside codes that are not 0, the lowest is the floor
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("period", [5, 13, 21])
 def test_gradients_that_repeat_leave_no_bias(period: int) -> None:

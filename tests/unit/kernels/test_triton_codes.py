@@ -102,6 +102,8 @@ def _states(numel: int, start: int, step: int, dtypes: dict[str, torch.dtype], s
         made = encode_moments(first, second, dtypes, start, count)
         names = [name for name, dtype in dtypes.items() if dtype in (FIRST, SECOND)]
         held = {name: made.get(name, second).to(dtype) for name, dtype in dtypes.items()}
+        if held["exp_avg_sq"].dtype == SECOND:
+            held["exp_avg_sq"][96:128] = 0  # as after zero_(): beside scales of other codes
         return held | {name + SCALE_SUFFIX: made[name + SCALE_SUFFIX] for name in names}
     [name] = dtypes
     codes, scale = encode_average(first, dither(start, numel, count))

@@ -15,7 +15,10 @@ from megascale import Lion, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, MainParamOverflowError, StateDictError, UsageError
 from megascale.kernels import ReferenceBackend
 from megascale.step.compact_state import require_supported
+from megascale.utils.dtensors import to_local
+from tests.cells import CELLS, Cell, integers
 from tests.counting import OperatorCounter
+from tests.pool import RankPool
 from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot, trained
 
 BACKENDS = ["reference", "native", "torch"]
@@ -475,6 +478,39 @@ def test_scales_of_another_form_are_read_as_their_values(backend: str, kind: str
             optimizer.step()
         found.append(snapshot(optimizer, module))
     assert same_bits(*found)
+
+
+COMPACT = [cell for cell in CELLS if cell.state == "compact"]
+
+
+@pytest.mark.parametrize("cell", COMPACT, ids=str)
+def test_moments_that_were_zeroed_in_place_are_zero(cell: Cell, ranks: RankPool) -> None:
+    """The next step leaves the bits that it leaves where scales were zeroed as well, and other moments alone. Cells of
+    fp32 state have no scales.
+    """
+    for zeroed, as_well, alone in ranks.run(cell.world_size, _zeroed_in_place, cell):
+        assert same_bits(zeroed, as_well)
+        assert not same_bits(zeroed, alone)
+
+
+def _zeroed_in_place(cell: Cell) -> list[dict[str, Tensor]]:
+    found = []
+    for names in (("exp_avg_sq",), ("exp_avg_sq", "exp_avg_sq_scale"), ()):
+        model = cell.model()
+        optimizer = cell.optimizer(model)
+        for step in range(4):
+            cell.backward(optimizer, model, integers(cell.shapes, step))
+            if step == 3:
+                for state in optimizer.optimizer.state.values():
+                    for name in names:
+                        state[name].zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+        held = [(f"weight.{index}", weight.detach()) for index, weight in enumerate(model.parameters())]
+        for index, state in enumerate(optimizer.optimizer.state.values()):
+            held += [(f"{index}.{name}", value) for name, value in state.items() if isinstance(value, Tensor)]
+        found.append({name: to_local(value).clone() for name, value in held})
+    return found
 
 
 @pytest.mark.native
