@@ -20,7 +20,7 @@ from megascale.step.member import StepMember
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.recipe import StepRecipe
 from megascale.step.result import StepResult
-from megascale.utils import validate
+from megascale.utils import announce, call_site, validate
 from megascale.utils.collectives import raise_together
 from megascale.utils.graph_breaks import methods_outside_of_graphs
 from megascale.utils.step_hooks import with_step_hooks
@@ -372,7 +372,9 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
         Everything is checked first, all ranks agree, then main params, state, options and scaler change, and model
         params are rounded anew from their main params. ``strict=False`` skips names that only one side has.
-        What ``torch.distributed.checkpoint.state_dict`` makes of such a state dict loads too.
+        What ``torch.distributed.checkpoint.state_dict`` makes of such a state dict loads too. So do the state dict of a
+        plain torch optimizer and that of a run in another precision, once the model's weights are loaded: see
+        :mod:`megascale.state.schema`. A warning tells what they lack.
 
         Raises:
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
@@ -391,6 +393,11 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         for live, plan in planned:
             live.apply(plan)
         self.recipe.start_anew(is_whole=strict)
+        # Of a chain, and of every rank, they are the same.
+        if (
+            remarks := dict.fromkeys(remark for _, plan in planned for remark in plan.remarks)
+        ) and announce.is_first_rank():
+            call_site.warn(f"load_state_dict() takes moments and options as they were saved; {'; '.join(remarks)}")
         try:
             for post_hook in self._optimizer_load_state_dict_post_hooks.values():
                 post_hook(self)

@@ -161,7 +161,7 @@ class ChainedOptimizer(MegascaleOptimizer):
         check_layout(state_dict, strict=strict)
         names = self._names()
         known = [*chain.from_iterable(names)]
-        state_dict = under_live_names(state_dict, known)
+        state_dict = under_live_names(state_dict, [own for live in self.live_states() for own in live.names()])
         states, mains = state_dict["optimizer"]["state"], state_dict["main_params"]
         groups = state_dict["optimizer"]["param_groups"]
         unexpected = sorted((states.keys() | mains.keys()).difference(known))

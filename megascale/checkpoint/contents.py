@@ -169,7 +169,8 @@ def compare_model(manifest: Manifest, model: nn.Module) -> tuple[set[str], list[
     """Compare the model's state dict with the one saved.
 
     Returns:
-        The names to load, and one line for each name that is missing, unexpected, or of another shape or dtype.
+        The names to load, and one line for each name that is missing, unexpected, or of another shape, or of another
+        dtype than floating point where the model has that: weights of another precision are rounded.
     """
     live, _ = flatten(bare(model).state_dict(), "model")
     here, there = dict(live["dict"]), dict(manifest.trees["model"]["dict"])
@@ -178,11 +179,16 @@ def compare_model(manifest: Manifest, model: nn.Module) -> tuple[set[str], list[
     good: set[str] = set()
     for name in here.keys() & there.keys():
         mine, saved = list(leaves(here[name])), list(leaves(there[name]))
-        if mine == saved:
+        if _unrounded(mine) == _unrounded(saved):
             good.add(name)
         else:
             problems.append(f"{name!r} is {_describe(saved)} in the checkpoint, {_describe(mine)} in the model")
     return good, sorted(problems)
+
+
+def _unrounded(found: list[tuple[str, tuple[int, ...], torch.dtype]]) -> list[tuple[str, tuple[int, ...], Any]]:
+    """Return keys, shapes and dtypes, of which all real floating point ones are one."""
+    return [(key, shape, "float" if dtype.is_floating_point else dtype) for key, shape, dtype in found]
 
 
 def model_tree(manifest: Manifest, names: set[str]) -> Tree:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,7 @@ from megascale.checkpoint.contents import (
     check_types,
     compare_model,
     left_out,
+    model_state,
     model_tree,
     tree_of,
 )
@@ -34,6 +36,7 @@ from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups
 from megascale.utils import validate
 from megascale.utils.collectives import broadcast_object, group_rank, group_size
+from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.progress import progress_bar
 from megascale.utils.spelling import names_keywords
 
@@ -81,11 +84,13 @@ def load(
 
     Args:
         path: a directory of checkpoints (the latest is taken, or the one of ``step``), or one checkpoint's folder.
-        model: gets the saved weights and buffers.
+        model: gets the saved weights and buffers, rounded where they were saved in another precision. Of fp32 weights
+            and a model in 16 bits the optimizer's main params are the weights as they were saved.
         optimizer: gets its state, main params and grad scaler. None: only weights are loaded; a MixedPrecisionOptimizer
             of this model takes them over at its next step.
         step: which checkpoint.
-        strict: raise if a name, shape or dtype differs. False loads what fits and lists the rest in ``skipped``.
+        strict: raise if a name or shape differs, or floating point with integers. False loads what fits and lists
+            the rest in ``skipped``.
         progress, groups: as for :class:`Checkpointer`.
 
     Raises:
@@ -208,6 +213,7 @@ def _stage(
     remainders.decode_(folder, manifest, metadata, templates)
     nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
     if optimizer is not None:
+        _leave_to_optimizer(nests["model"], nests["optimizer"]["main_params"], optimizer, model)
         for live, part in optimizer.live_parts(nests["optimizer"], strict):
             live.check(part, strict=strict)
     return _Staged(
@@ -218,6 +224,33 @@ def _stage(
         in_place=storage.plan_read(folder, metadata, in_place) if in_place else None,
         problems=tuple(problems),
     )
+
+
+def _leave_to_optimizer(
+    weights: dict[str, Any], main_params: dict[str, Any], optimizer: SavedOptimizer, model: nn.Module
+) -> None:
+    """Of weights that were saved in another precision, leave those to the optimizer whose fp32 values are known.
+
+    It rounds them from main params: those saved beside 16-bit weights, or weights that were saved in fp32 themselves.
+
+    Args:
+        weights: as saved, by the model's names; what the optimizer rounds is taken out.
+        main_params: as saved, by the optimizer's names; fp32 weights are added.
+    """
+    names = {
+        id(param): name
+        for live in optimizer.live_states()
+        for name, param in live.named_params().items()
+        if param.requires_grad and live.main_params.keeps(param)
+    }
+    for name, param in model_state(model).items():
+        saved, own = weights.get(name), names.get(id(param))
+        if own is None or not isinstance(saved, Tensor) or saved.dtype == param.dtype:
+            continue
+        if param.dtype in HALF_DTYPES and saved.dtype in (torch.float32, torch.float64):
+            main_params.setdefault(own, saved)
+        if own in main_params:
+            del weights[name]
 
 
 def _load_optimizer(

@@ -1,13 +1,15 @@
 """Shows a checkpoint under the names of the model and the optimizer that load it.
 
 Saved names that differ from the live ones by parts of wrappers alone, such as ``module.`` of DistributedDataParallel
-and ``_orig_mod.`` of torch.compile, are the same parameter's: :func:`megascale.utils.param_names.renames`. The manifest
+and ``_orig_mod.`` of torch.compile, are the same parameter's; so are, in an optimizer, a name and a position:
+:mod:`megascale.utils.param_names`. The manifest
 and torch's index are renamed together, so that reading knows nothing of it. No file changes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -17,7 +19,7 @@ from megascale.checkpoint.contents import PARAM_NAMES, SavedOptimizer, model_sta
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, join, unflatten
 from megascale.errors import CheckpointError, StateDictError
-from megascale.utils.param_names import renames
+from megascale.utils.param_names import by_position, renames
 
 _BY_NAME = (("optimizer", "state"), ("main_params",))
 """Places in the optimizer's part of dicts that are keyed by the names of parameters."""
@@ -41,8 +43,9 @@ def under_live_names(
     of_optimizer: dict[str, str] = {}
     if optimizer is not None and "optimizer" in manifest.trees:
         lives = optimizer.live_states()
-        live = [name for one in lives for name in one.main_params.names(one.param_groups).values()]
-        of_optimizer = renames(_optimizer_names(manifest), live, "the checkpoint's optimizer state")
+        live = [names for one in lives for names in one.names()]
+        saved, what = _names_by_group(manifest), "the checkpoint's optimizer state"
+        of_optimizer = by_position(saved, live, what) or renames(_optimizer_names(manifest), [*chain(*live)], what)
     if not of_model and not of_optimizer:
         return manifest, metadata
     keys: dict[str, str] = {}
@@ -64,11 +67,14 @@ def _at(tree: Tree, path: Iterable[str]) -> Tree:
     return tree
 
 
+def _names_by_group(manifest: Manifest) -> list[list[str]]:
+    groups = unflatten(_without_tensors(_at(manifest.trees["optimizer"], ("optimizer", "param_groups"))), {})
+    return [group["params"] for group in groups]
+
+
 def _optimizer_names(manifest: Manifest) -> list[str]:
     tree = manifest.trees["optimizer"]
-    groups = unflatten(_without_tensors(_at(tree, ("optimizer", "param_groups"))), {})
-    listed = [name for group in groups for name in group["params"]]
-    return [*listed, *(name for path in _BY_NAME for name in _names(_at(tree, path)))]
+    return [*chain(*_names_by_group(manifest)), *(name for path in _BY_NAME for name in _names(_at(tree, path)))]
 
 
 def _without_tensors(tree: Tree) -> Tree:

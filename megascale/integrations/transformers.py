@@ -65,7 +65,8 @@ class MegascaleTrainer:
     The optimizer follows the TrainingArguments: ``optim``, ``learning_rate``, the groups without ``weight_decay``,
     betas, ``max_grad_norm``, and any schedule, which advances with landed steps only. Weights in fp16 or bf16 get fp32
     main params, and fp16 a dynamic loss scale. Logs have ``loss_scale`` and ``skipped_steps`` beside the unscaled
-    ``grad_norm``. Checkpoints hold main params, scale and trackers.
+    ``grad_norm``. Checkpoints hold main params, scale and trackers. A plain Trainer's checkpoint resumes, and so does
+    one of weights in another precision: moments are kept, and a warning tells what it lacks.
 
     | weights | TrainingArguments | |
     |---|---|---|
@@ -132,6 +133,12 @@ class MegascaleTrainer:
         wrap = partial(_wrapped, trainer)
         trainer.optimizer = UnshardedOptimizer(optimizer, wrap) if trainer.accelerator.is_fsdp2 else wrap(optimizer)
         return trainer.optimizer
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load ``scaler.pt``, that of fp16 autocast, if there is such a scaler; 16-bit weights have the optimizer's."""
+        trainer: Any = self
+        if trainer.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, and beside each training loss the loss scale and the number of skipped steps so far."""

@@ -14,6 +14,7 @@ from megascale.interop import (
     megatron,
     torch_amp,
     torch_checkpoint,
+    trainer,
 )
 from megascale.interop.named_state import FoundState, Names
 from megascale.interop.scaler_state import FoundScaler, constant
@@ -37,6 +38,7 @@ class Format:
 FORMATS = {
     "megatron": Format(megatron.recognises, megatron.find_scaler, megatron.find_state),
     "deepspeed": Format(deepspeed.recognises, deepspeed.find_scaler, deepspeed_groups.find_state),
+    "transformers": Format(trainer.recognises, trainer.find_scaler, trainer.find_state),
     "accelerate": Format(accelerate.recognises, accelerate.find_scaler, accelerate.find_state),
     "lightning": Format(lightning.recognises, lightning.find_scaler, lightning.find_state),
     "fairseq": Format(fairseq.recognises, fairseq.find_scaler, fairseq.find_state),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.errors import StateDictError, listed
-from megascale.grad_scaler import MegatronGradScaler
+from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.base import MainParams
 from megascale.state import schema as portable_state
@@ -32,6 +32,8 @@ class Plan:
         states: of each model param.
         shared: state that belongs to no parameter.
         loaded: objects of which an optimizer has one, such as its scaler, and the state that each loads.
+        from_weights: whether all main params are set from the model's weights, as the state dict has none.
+        remarks: what the state dict of a run in another precision lacks, or has in excess, and what comes of it.
     """
 
     options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
@@ -39,6 +41,8 @@ class Plan:
     states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
     shared: dict[Any, Any] = field(default_factory=dict)
     loaded: list[tuple[Any, Mapping[str, Any]]] = field(default_factory=list)
+    from_weights: bool = False
+    remarks: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -152,21 +156,19 @@ class LiveState(HeldState):
         if is_torch_layout(state_dict):
             state_dict = from_torch_layout(state_dict, self.pack(copy=False), strict=strict)
         portable_state.check_layout(state_dict, strict=strict)
-        return portable_state.under_live_names(state_dict, self._named_params())
+        return portable_state.under_live_names(state_dict, self.names())
 
     def _check(self, state_dict: Any, strict: bool) -> None:
         """Raise StateDictError for what does not fit: first names, then shapes and options. Reads no values."""
-        params = self._named_params()
+        params = self.named_params()
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
         if strict:
             portable_state.check_names(states, params, params, "optimizer state")
             halves = [name for name, param in params.items() if param.dtype in HALF_DTYPES and param.requires_grad]
-            portable_state.check_names(mains, params, halves, "main params")
-            names = self.main_params.names(self.param_groups)
-            portable_state.check_groups(
-                groups, [[names[id(p)] for p in group["params"]] for group in self.param_groups]
-            )
+            # A run of fp32 weights, or a plain torch optimizer's, has none at all.
+            portable_state.check_names(mains, params, halves if mains else (), "main params")
+            portable_state.check_groups(groups, self.names())
             self._check_frozen(params, mains)
         options = self._options()
         for name in (name for name in params if name in mains):
@@ -188,7 +190,13 @@ class LiveState(HeldState):
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _named_params(self) -> dict[str, nn.Parameter]:
+    def names(self) -> list[list[str]]:
+        """Return the names of the parameters of each param group."""
+        names = self.main_params.names(self.param_groups)
+        return [[names[id(param)] for param in group["params"]] for group in self.param_groups]
+
+    def named_params(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name."""
         names = self.main_params.names(self.param_groups)
         return {names[id(param)]: param for param in self._params()}
 
@@ -211,7 +219,11 @@ class LiveState(HeldState):
         """
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
-        plan = Plan(loaded=self._loaded(state_dict, strict))
+        plan = Plan(
+            loaded=self._loaded(state_dict, strict),
+            from_weights=strict and not mains,
+            remarks=self._remarks(state_dict) if strict else [],
+        )
         if len(groups) == len(self.param_groups):
             plan.options = [
                 (live, self._planned_options(live, given, index))
@@ -220,7 +232,7 @@ class LiveState(HeldState):
         shared = portable_state.check_shared(state_dict["optimizer"], self.state, strict=strict)
         plan.shared = portable_state.placed_like(shared, self.state)
         options = self._options()
-        for name, param in self._named_params().items():
+        for name, param in self.named_params().items():
             if name in mains and self.main_params.keeps(param):
                 dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
                 value = self.main_params.to_local(param, mains[name], dtype)
@@ -282,33 +294,34 @@ class LiveState(HeldState):
         State dicts of other systems lack step counts; statistics of the norm are read where both sides have them.
         """
         loaded: list[tuple[Any, Mapping[str, Any]]] = []
-        scaler = self._plan_scaler(state_dict.get("grad_scaler"), strict)
-        if scaler is not None:
-            loaded.append((self.grad_scaler, scaler))
+        given: Any = state_dict.get("grad_scaler")
+        if self.grad_scaler is not None and not self._keeps_scaler(given, strict):
+            self.grad_scaler.parse_state_dict(given)
+            loaded.append((self.grad_scaler, dict(given)))
         if "step_counts" in state_dict:
             loaded.append((self.counter, parse_counts(state_dict["step_counts"])))
         if self.norm_statistics is not None and "norm_statistics" in state_dict:
             loaded.append((self.norm_statistics, parse_norm_statistics(state_dict["norm_statistics"])))
         return loaded
 
-    def _plan_scaler(self, given: Any, strict: bool) -> Mapping[str, Any] | None:
-        """Return the scaler's state if it is to be loaded. ``strict``: a scaler on one side only is an error."""
-        if self.grad_scaler is None:
-            if given and strict:
-                raise StateDictError(
-                    "state dict holds a grad scaler's state, the optimizer has no grad scaler; pass one, or "
-                    "load with strict=False"
-                )
-            return None
-        if given in (None, {}) and not strict:
-            return None
-        try:
-            self.grad_scaler.parse_state_dict(given)
-        except StateDictError:
-            if given == {}:
-                raise portable_state.no_scaler_state() from None
-            raise
-        return dict(given)
+    def _keeps_scaler(self, given: Any, strict: bool) -> bool:
+        """Return whether the scaler keeps its state, as no other was saved. A constant one needs none."""
+        return (given is None and not strict) or (given == {} and not isinstance(self.grad_scaler, ConstantGradScaler))
+
+    def _remarks(self, state_dict: Mapping[str, Any]) -> list[str]:
+        """Return :attr:`Plan.remarks`: what differs because of the precision is no reason to lose moments."""
+        remarks = []
+        mains, given = state_dict["main_params"], state_dict["grad_scaler"]
+        if not mains and any(param.dtype in HALF_DTYPES and param.requires_grad for param in self._params()):
+            remarks.append(
+                "the state dict has no main params (fp32 weights, or a plain torch optimizer's): they are taken from "
+                "the model's weights, which must be loaded first"
+            )
+        if self.grad_scaler is None and given:
+            remarks.append("the saved loss scale is left out, as the optimizer has no grad scaler")
+        elif self.grad_scaler is not None and self._keeps_scaler(given, strict=True):
+            remarks.append("the state dict has no loss scale, and the optimizer's grad scaler stays as it is")
+        return remarks
 
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
@@ -320,6 +333,8 @@ class LiveState(HeldState):
                     live[key].copy_(value)
                 else:
                     live[key] = value
+        for copied in (param for param in self.main_params if plan.from_weights and param.is_copy):
+            copied.reload()
         for param, name, value in plan.main_params:
             main = self.main_params.get_or_create(param, name)
             if main is None:

@@ -7,10 +7,17 @@
 State that the wrapped optimizer keeps for no
 parameter (``optimizer.state["global"]``) is ``["optimizer"]["shared_state"]``, present only if there is some: a list
 with one dict per wrapped optimizer. A load is planned in full before anything changes. Names that differ by parts of
-wrappers alone, such as ``module.`` of DistributedDataParallel, are one parameter's.
+wrappers alone, such as ``module.`` of DistributedDataParallel, are one parameter's; so are a name and a position.
+
+Moments and options do not depend on the precision of the weights. What does, follows the optimizer that loads:
+
+- main params, fp32, round into weights of any dtype; fp32 weights become the main params themselves;
+- a state dict without any, of fp32 weights or a plain torch optimizer, leaves main params as the model's weights are;
+- a scaler's state without a scaler is left out, and a scaler without a saved state stays as it was built.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +30,7 @@ from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.rules import MOMENT_CODES
 from megascale.utils.autograd import detached
 from megascale.utils.dtensors import to_local
-from megascale.utils.param_names import renames
+from megascale.utils.param_names import by_position, renames
 
 VERSION = 1
 KEYS = ("optimizer", "main_params", "grad_scaler", "version")
@@ -84,19 +91,21 @@ def check_layout(state_dict: Any, *, strict: bool) -> None:
         )
 
 
-def under_live_names(state_dict: Mapping[str, Any], live: Iterable[str]) -> Mapping[str, Any]:
+def under_live_names(state_dict: Mapping[str, Any], live: Sequence[Sequence[str]]) -> Mapping[str, Any]:
     """Return ``state_dict``, whose layout was checked, with its parameters under the names that they have here.
 
-    Names that differ by parts of wrappers alone, such as ``module.`` and ``_orig_mod.``, are the same parameter's; see
-    :func:`megascale.utils.param_names.renames`, also for the error. Nothing is copied that need not be.
+    Names that differ by parts of wrappers alone, such as ``module.`` and ``_orig_mod.``, are the same parameter's; so
+    are a name and a position. See :mod:`megascale.utils.param_names`, also for the errors. Nothing is copied that need
+    not be.
 
     Args:
-        live: the names here.
+        live: the names here, by param group.
     """
     optimizer = state_dict["optimizer"]
     groups = optimizer["param_groups"]
-    given = [*optimizer["state"], *state_dict["main_params"], *(name for group in groups for name in group["params"])]
-    new = renames(given, live, "state dict")
+    listed_names = [group["params"] for group in groups]
+    given = [*optimizer["state"], *state_dict["main_params"], *chain(*listed_names)]
+    new = by_position(listed_names, live, "state dict") or renames(given, [*chain(*live)], "state dict")
     if not new:
         return state_dict
     return {
@@ -112,14 +121,6 @@ def under_live_names(state_dict: Mapping[str, Any], live: Iterable[str]) -> Mapp
     }
 
 
-def no_scaler_state() -> StateDictError:
-    """Return the error for a state dict that has no scaler's state, where there is a scaler."""
-    return StateDictError(
-        "state dict holds no state of a grad scaler (it was saved without one, as by a bf16 run), the optimizer has a "
-        "grad scaler; load with strict=False (of load_state_dict() or StateDictOptions) to keep the scaler as it is"
-    )
-
-
 def _are_names(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
 
@@ -130,8 +131,8 @@ def check_names(given: Iterable[str], known: Iterable[str], required: Iterable[s
     missing = sorted(set(required) - set(given))
     if unexpected or missing:
         raise StateDictError(
-            f"{what}: missing {_shortened(missing)}, unexpected {_shortened(unexpected)}; "
-            "load with strict=False to take only what both sides have"
+            f"{what}: missing {_shortened(missing)}, unexpected {_shortened(unexpected)}; build the optimizer "
+            "over the same parameters under the same names; strict=False takes those that both sides have"
         )
 
 

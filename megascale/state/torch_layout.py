@@ -26,7 +26,7 @@ from torch import Tensor
 from megascale.errors import StateDictError, listed
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.shard import ParamShard
-from megascale.state.schema import SHARED_STATE, no_scaler_state
+from megascale.state.schema import SHARED_STATE
 from megascale.state.torch_frames import is_told_to_skip
 from megascale.step.counter import COUNT_KEYS
 from megascale.step.spikes import NORM_KEYS
@@ -145,13 +145,15 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
     """Return torch's layout as ours. Changes neither.
 
     A parameter without an entry in ``state`` keeps its live state: torch's functions have raised already, unless
-    ``StateDictOptions(strict=False)`` forbade it or the parameter is frozen.
+    ``StateDictOptions(strict=False)`` forbade it or the parameter is frozen. A plain torch optimizer's has no main
+    params and no scaler's state: nor has what is returned.
 
     Args:
-        given: as a function of ``torch.distributed.checkpoint.state_dict`` passes it to ``load_state_dict``.
+        given: as a function of ``torch.distributed.checkpoint.state_dict`` passes it to ``load_state_dict``, or as a
+            torch optimizer has saved it.
         live: our layout of the optimizer that loads.
-        strict: raise if main params or the scaler's state are not in it, as in a plain torch optimizer's. False too
-            where torch's functions were given ``StateDictOptions(strict=False)``.
+        strict: raise if some main params are in it, and others are not. False too where torch's functions were given
+            ``StateDictOptions(strict=False)``.
 
     Raises:
         StateDictError: naming what is missing or does not fit.
@@ -161,7 +163,7 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
     groups = live["optimizer"]["param_groups"]
     names = _names_by_key(given["param_groups"], [group["params"] for group in groups])
     shared = _shared_state(given, names, live)
-    states, mains = dict(live["optimizer"]["state"]), dict(live["main_params"])
+    states, mains, without_main = dict(live["optimizer"]["state"]), dict(live["main_params"]), []
     copies: dict[str, list[dict[str, Any]]] = {what: [] for what in SHARED}
     for key, entries in given["state"].items():
         if key in shared:
@@ -174,19 +176,22 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
             copies[what].append({key: there[entry] for key, entry in entry_names.items() if entry in there})
         if MAIN_PARAM in there:
             mains[name] = there[MAIN_PARAM]
-        elif strict and name in mains:
-            raise _plain(f"no {MAIN_PARAM!r} of {name!r}")
         elif name in mains:  # a torch optimizer's, which made it of 16-bit parameters
+            without_main.append(name)
             states[name] = {what: _wide(value, mains[name]) for what, value in states[name].items()}
+    has_mains = any(MAIN_PARAM in _present(given["state"][key]) for key in given["state"].keys() - shared.keys())
+    if strict and has_mains and without_main:
+        raise StateDictError(
+            f"state dict holds main params, but none of {listed(without_main)}: give load_state_dict() all that "
+            "state_dict() has returned, or all entries of optimizer.state"
+        )
     # Each entry had a copy: if copies differ, entries of several checkpoints were mixed.
     found = {what: _common_value(what, copies[what], live.get(what, {})) for what in SHARED}
     scaler, has_entries = found.pop("grad_scaler"), bool(copies["grad_scaler"])
-    if strict and has_entries and live["grad_scaler"] and not scaler:
-        raise _plain("no state of the grad scaler") if not any(copies["step_counts"]) else no_scaler_state()
     return {
         "optimizer": {"state": states, "param_groups": [_group(group, names) for group in given["param_groups"]]}
         | ({SHARED_STATE: [shared]} if shared else {}),
-        "main_params": mains,
+        "main_params": {} if without_main and not has_mains else mains,
         "grad_scaler": scaler if scaler or (strict and has_entries) else live["grad_scaler"],
         "version": live["version"],
     } | {key: value for key, value in found.items() if value}
@@ -320,12 +325,3 @@ def _common_value(what: str, every: Sequence[Mapping[str, Any]], live: Mapping[s
             )
         [found[key]] = values
     return found
-
-
-def _plain(lack: str) -> StateDictError:
-    return StateDictError(
-        f"state dict is a plain torch optimizer's (it has 'param_groups' at the top, and {lack}); load it into the "
-        "torch optimizer before wrapping it, or with strict=False (of load_state_dict() or StateDictOptions) to take "
-        "what it has. If megascale saved it: give load_state_dict() all that state_dict() has returned, or all entries "
-        "of optimizer.state, whose names tell what a flattened file holds"
-    )

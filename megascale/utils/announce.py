@@ -24,8 +24,13 @@ def on_first_rank(make: Callable[[], str]) -> None:
 
     Raises ArgumentError for a value of MEGASCALE_QUIET that is neither 0 nor 1.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         here(make)
+
+
+def is_first_rank() -> bool:
+    """Return whether this is rank 0 of the world, or the only process."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
 def here(make: Callable[[], str]) -> None:

@@ -1,9 +1,10 @@
 """Names of parameters, compared without what wrappers such as torch.compile put into them."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
-from megascale.errors import StateDictError
+from megascale.errors import StateDictError, listed
 
 COMPILED = "_orig_mod"
 """What torch.compile puts in front of the names of the module inside, and in their middle where a part is compiled."""
@@ -56,6 +57,39 @@ def renames(given: Iterable[str], live: Iterable[str], what: str) -> dict[str, s
             )
         found |= {one: right[key][0] for key, [one] in left.items()}
     return found
+
+
+def by_position(given: Sequence[Sequence[str]], live: Sequence[Sequence[str]], what: str) -> dict[str, str]:
+    """Return the live name of each given name where one side has names and the other positions: "0", "1", ...
+
+    An optimizer that is built from ``parameters()`` has no names. Torch counts parameters in the order of the param
+    groups, and so do these. Empty where both sides have names, or both positions.
+
+    Args:
+        given: saved names by param group; live: those here.
+        what: has the given names, such as "state dict"; for the message.
+
+    Raises:
+        StateDictError: the numbers of parameters differ. It names the parameters.
+    """
+    there, here = [*chain(*given)], [*chain(*live)]
+    if _are_positions(there) == _are_positions(here) or {*there} <= {*here} or {*here} <= {*there}:
+        return {}
+    if [*map(len, given)] != [*map(len, live)]:
+        raise StateDictError(
+            f"{what} has {_by_group(given)}, and what loads it {_by_group(live)}: one side has names and the other "
+            "positions, which are matched in order. Build the optimizer over the same parameters in the same param "
+            "groups"
+        )
+    return dict(zip(there, here, strict=True))
+
+
+def _are_positions(names: Sequence[str]) -> bool:
+    return all(name == str(position) for position, name in enumerate(names))
+
+
+def _by_group(groups: Sequence[Sequence[str]]) -> str:
+    return " and ".join(f"{len(names)} parameters ({listed(names)})" for names in groups) or "no parameters"
 
 
 def _grouped(names: Iterable[str], parts: Collection[str], but: Collection[str] = ()) -> dict[str, list[str]]:

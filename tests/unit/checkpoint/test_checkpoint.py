@@ -224,7 +224,7 @@ def _module(**buffers: torch.Tensor) -> nn.Module:
 
 def test_model_that_does_not_fit(tmp_path: Path) -> None:
     """All missing, unexpected and mismatched names in one message; the model is unchanged."""
-    saved = _module(kept=torch.zeros(2), narrow=torch.zeros(4), low=torch.zeros(2), old=torch.zeros(1))
+    saved = _module(kept=torch.zeros(2), narrow=torch.zeros(4), low=torch.zeros(2).long(), old=torch.zeros(1))
     save(tmp_path, 1, saved)
     model = _module(kept=torch.ones(2), narrow=torch.ones(3), low=torch.ones(2).half(), new=torch.ones(1))
     with pytest.raises(CheckpointError) as refusal:
@@ -233,7 +233,7 @@ def test_model_that_does_not_fit(tmp_path: Path) -> None:
         "'new' is missing in the checkpoint",
         "'old' is not in the model",
         "'narrow' is float32[4] in the checkpoint, float32[3] in the model",
-        "'low' is float32[2] in the checkpoint, float16[2] in the model",
+        "'low' is int64[2] in the checkpoint, float16[2] in the model",
         "pass strict=False",
     ):
         assert line in str(refusal.value)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, MainParamOverflowError, StateDictError
 from tests.training import (
     INNER,
@@ -261,9 +261,7 @@ def test_not_strict_takes_what_both_have() -> None:
     fresh = model(seed=9)
     resumed = wrap(fresh)
     kept = fresh.head.weight.detach().clone()
-    with pytest.raises(
-        StateDictError, match=r"missing \['head.weight'\], unexpected \['gone'\]; load with strict=False"
-    ):
+    with pytest.raises(StateDictError, match=r"missing \['head.weight'\], unexpected \['gone'\]; .*; strict=False"):
         resumed.load_state_dict(state)
     resumed.load_state_dict(state, strict=False)
     assert bits_equal(fresh.head.weight, kept)
@@ -329,10 +327,8 @@ def _drop(*path: str) -> Change:
 
 REFUSED: list[tuple[Change, type[Exception], str]] = [
     (lambda s: [s], StateDictError, "state dict must be a dict, got list"),
-    (lambda s: s["optimizer"], StateDictError, "plain torch optimizer's .* before wrapping it"),
     (_drop("main_params"), StateDictError, r"state dict lacks \['main_params'\]; it has"),
     (_drop("grad_scaler"), StateDictError, r"state dict lacks \['grad_scaler'\].*load with strict=False to do without"),
-    (_set("grad_scaler", value={}), StateDictError, r"no state of a grad scaler .*load with strict=False"),
     (_set("grad_scaler", value=None), StateDictError, "grad scaler state must be a dict, got NoneType"),
     (_set("version", value=2), StateDictError, "state dict has version 2; this megascale reads version 1"),
     (_set("optimizer", value={}), StateDictError, "'optimizer' must hold 'state' and 'param_groups'"),
@@ -466,20 +462,6 @@ def test_a_check_before_the_load_finds_it(change: Change, message: str) -> None:
     state.check(optimizer.state_dict(), strict=True)
     with pytest.raises(StateDictError, match=message):
         state.check(change(optimizer.state_dict()), strict=True)
-
-
-def test_scaler_state_without_a_scaler_is_refused() -> None:
-    """A missing scaler is an info line in Megatron: here it is an error, unless strict=False."""
-    _, source = _trained()
-    module = model(torch.bfloat16)
-    optimizer = MixedPrecisionOptimizer(INNER["adamw_fused"](module), OptimizerConfig(bf16=True))
-    with pytest.raises(StateDictError, match="the optimizer has no grad scaler; pass one, or load with strict=False"):
-        optimizer.load_state_dict(source.state_dict())
-    optimizer.load_state_dict(source.state_dict(), strict=False)
-    assert same_bits(
-        {name: main.clone() for name, main in source.main_params()},
-        {name: main.clone() for name, main in optimizer.main_params()},
-    )
 
 
 def test_group_options_that_cannot_travel_are_named() -> None:
