@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale.casting import warn_of_cast_buffers
 from megascale.chained import ChainedOptimizer
 from megascale.config import SCALER_FIELDS, OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
@@ -123,7 +122,6 @@ def _wrapped(
     if config.use_distributed_optimizer:
         overlaps = config.overlap_param_gather
         return DistributedOptimizer(inner, config, scaler, modules=modules, overlap_param_gather=overlaps, **options)
-    warn_of_cast_buffers([modules] if isinstance(modules, nn.Module) else modules)
     return MixedPrecisionOptimizer(inner, config, scaler, **options)
 
 

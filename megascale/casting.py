@@ -14,6 +14,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, listed
 from megascale.utils import call_site, spelling
 from megascale.utils.dtensors import is_dtensor
 from megascale.utils.dtypes import HALF_DTYPES
+from megascale.utils.live_objects import objects_of
 from megascale.utils.param_names import bare
 from megascale.utils.spelling import names_keywords
 
@@ -35,9 +36,13 @@ def cast_model(model: M, dtype: torch.dtype, keep: Chosen | Iterable[Chosen] = (
     Modules with running statistics (BatchNorm) keep their parameters in fp32 as well, as torch's kernels want it. Tied
     parameters stay tied: one that a kept module shares with another stays as it is, and the other module is kept, too.
 
-    A module named in ``keep`` computes in fp32: its 16-bit inputs are cast to fp32 by a hook, and its results back to
-    ``dtype``. The results of modules after which no cast parameter comes, in the model's order, stay fp32: the logits
-    of a head, say.
+    A module named in ``keep`` computes in fp32, and so does one all of whose parameters are kept by name: its 16-bit
+    inputs are cast to fp32 by a hook, and its results back to ``dtype``. The results of modules after which no cast
+    parameter comes, in the model's order, stay fp32: the logits of a head, say.
+
+    A module that owns kept parameters and has cast layers below it (LayerScale's gamma, Mamba's ``A_log``) is called as
+    it was, and computes in what torch promotes its operands to. Hooks cast what reaches those layers to ``dtype``, and
+    its results.
 
     Args:
         model: not yet wrapped in DistributedDataParallel, nor sharded by ``fully_shard``. Its optimizer is built after.
@@ -69,14 +74,28 @@ def cast_model(model: M, dtype: torch.dtype, keep: Chosen | Iterable[Chosen] = (
     return model
 
 
-def warn_of_cast_buffers(modules: Iterable[nn.Module]) -> None:
-    """Warn of buffers that lose what they are for in 16 bits: BatchNorm's running statistics, RoPE's frequencies."""
+def warn_of_cast_buffers(params: Iterable[Tensor]) -> None:
+    """Warn of buffers that lose what they are for in 16 bits: BatchNorm's running statistics, RoPE's frequencies.
+
+    An optimizer is not told which modules its parameters belong to: if any has 16 bits, this goes through all Python
+    objects for the modules around them, which takes tens of milliseconds.
+    """
+    ours = {id(param) for param in params if param.dtype in HALF_DTYPES}
+    modules = objects_of(nn.Module) if ours else []
+    owners = {id(module) for module in modules if _cast_buffers(module)}
+    roots = [
+        module
+        for module in (modules if owners else [])
+        if any(id(part) in owners for part in module.modules())
+        and any(id(param) in ours for param in module.parameters())
+    ]
+    inner = {id(part) for root in roots for part in root.modules() if part is not root}
     names = [
-        f"{path}.{name}" if path else name
-        for root in modules
+        bare(f"{path}.{name}" if path else name)
+        for root in roots
+        if id(root) not in inner
         for path, module in root.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if buffer.dtype in HALF_DTYPES and _needs_fp32(name)
+        for name in _cast_buffers(module)
     ]
     if names:
         call_site.warn(
@@ -84,6 +103,16 @@ def warn_of_cast_buffers(modules: Iterable[nn.Module]) -> None:
             "running statistics and rotary frequencies are wrong in 16 bits. Build or load the model again, and cast "
             "it by megascale.cast_model(model, torch.float16), which casts parameters alone"
         )
+
+
+def _cast_buffers(module: nn.Module) -> list[str]:
+    """Return the names of a module's own buffers that should not have 16 bits. It may be one that is half built."""
+    buffers = module.__dict__.get("_buffers") or {}
+    return [
+        name
+        for name, buffer in buffers.items()
+        if isinstance(buffer, Tensor) and buffer.dtype in HALF_DTYPES and _needs_fp32(name)
+    ]
 
 
 def _needs_fp32(name: str) -> bool:
@@ -135,9 +164,9 @@ def _kept(model: nn.Module, keep: Sequence[Any]) -> tuple[list[nn.Module], set[i
 
 
 def _has_only(module: nn.Module, kept_params: set[int]) -> bool:
-    """Return whether a module's own parameters are all kept: by their names, or tied to those of a kept module."""
-    own = {id(param) for param in module.parameters(recurse=False)}
-    return bool(own) and own <= kept_params
+    """Return whether a module has parameters of its own, and these and all below it are kept: by name, or tied."""
+    every = {id(param) for param in module.parameters()}
+    return any(True for _ in module.parameters(recurse=False)) and every <= kept_params
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -147,12 +176,23 @@ def _matches(name: str, pattern: str) -> bool:
 def _add_hooks(model: nn.Module, kept: Sequence[nn.Module], kept_params: set[int], dtype: torch.dtype) -> None:
     """Let kept modules take and give 16-bit tensors. ``kept_params``: ids of those that are not cast."""
     order = {id(module): index for index, module in enumerate(model.modules())}
-    casts = [
-        order[id(module)]
+    casts = {
+        id(module): module
         for module in model.modules()
         if any(id(param) not in kept_params for param in module.parameters(recurse=False))
-    ]
-    last_cast = max(casts, default=-1)
+    }
+    last_cast = max((order[key] for key in casts), default=-1)
+    whole = {id(part) for module in kept for part in module.modules()}
+    mixed: dict[int, nn.Module] = {}
+    for module in model.modules():
+        layers = {id(part): part for part in module.modules() if part is not module and id(part) in casts}
+        owns = any(id(param) in kept_params for param in module.parameters(recurse=False))
+        if owns and layers and id(module) not in whole:
+            mixed |= layers
+            if max(order[id(part)] for part in module.modules()) < last_cast:
+                module.register_forward_hook(partial(_narrow, dtype))
+    for layer in mixed.values():
+        layer.register_forward_pre_hook(partial(_narrow_inputs, dtype), with_kwargs=True)
     for module in kept:
         takes_both = isinstance(getattr(module, "running_mean", None), Tensor)  # 16-bit inputs beside fp32 parameters
         if takes_both or all(param.dtype in HALF_DTYPES for param in module.parameters()):
@@ -164,6 +204,12 @@ def _add_hooks(model: nn.Module, kept: Sequence[nn.Module], kept_params: set[int
 
 def _widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return _converted(args, HALF_DTYPES, torch.float32), _converted(kwargs, HALF_DTYPES, torch.float32)
+
+
+def _narrow_inputs(
+    dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    return _converted(args, (torch.float32,), dtype), _converted(kwargs, (torch.float32,), dtype)
 
 
 def _narrow(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:

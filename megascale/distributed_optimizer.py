@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from megascale.casting import warn_of_cast_buffers
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import MegatronGradScaler
@@ -25,6 +24,7 @@ from megascale.parallel import ParallelGroups
 from megascale.rules import ELEMENTWISE
 from megascale.step.arguments import check_arguments
 from megascale.step.known_optimizers import refuse_sums_over_parameters
+from megascale.step.misuse import BUILD_LAST
 from megascale.utils import validate
 from megascale.utils.spelling import names_arguments
 
@@ -101,7 +101,6 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             refuse_sums_over_parameters(optimizer)
         chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
         names = _names(chunks, optimizer)
-        warn_of_cast_buffers(chunks)
         resolved = ParallelGroups.of(groups)
         self.grad_sync = ShardedGradSync(
             [],
@@ -193,6 +192,6 @@ def _names(chunks: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dic
     if wanted:
         raise ArgumentError(
             f"modules do not own parameter {min(wanted.values())} of the optimizer (and {len(wanted) - 1} more); pass "
-            "every module whose parameters it updates"
+            f"every module whose parameters it updates; {BUILD_LAST}"
         )
     return names

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from megascale.base_optimizer import MegascaleOptimizer, require_scaler
+from megascale.casting import warn_of_cast_buffers
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
@@ -21,7 +22,7 @@ from megascale.parallel import ParallelGroups
 from megascale.state.live_state import LiveState
 from megascale.state.state_view import Source, StateView
 from megascale.step import ownership
-from megascale.step.arguments import check_arguments, config_for, device_of, require_values
+from megascale.step.arguments import check_arguments, check_belongs, config_for, device_of, require_values
 from megascale.step.description import summary
 from megascale.step.member import StepMember
 from megascale.step.recipe import StepRecipe
@@ -76,8 +77,12 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         grads_are_scaled: bool = False,
         replicas_may_differ: bool = False,
     ) -> None:
-        main_params = self._make_main_params({id(param): name for name, param in named_parameters or ()})
+        names = None if named_parameters is None else {id(param): name for name, param in named_parameters}
+        main_params = self._make_main_params(names or {})
         check_arguments(optimizer, config, grad_scaler, sharded=main_params.is_sharded)
+        if not main_params.is_sharded:  # its modules were looked at, and its grad_sync is yet to take parameters
+            check_belongs(optimizer, names, grad_sync)
+        warn_of_cast_buffers(param for group in optimizer.param_groups for param in group["params"])
         if clip_grad is not None:
             validate.non_negative("clip_grad", clip_grad)
         check_inner(optimizer)

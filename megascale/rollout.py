@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.utils import validate
+from megascale.utils.collectives import meet
 from megascale.utils.dtensors import is_dtensor
 from megascale.utils.param_names import bare
 
@@ -40,7 +41,8 @@ def rollout_weights(
     DistributedDataParallel and torch.compile. A tensor that FSDP2 or tensor parallelism has cut is gathered when its
     turn comes, and is the caller's to keep or drop; any other is the model's own memory: copy it before the next step.
 
-    All ranks iterate to the end together, if any tensor is a DTensor.
+    All ranks iterate to the end together, if any tensor is a DTensor. One that is alone raises UsageError, which names
+    the others, after half of the time that its process group waits for a message.
 
     Args:
         model: that is trained.
@@ -49,7 +51,12 @@ def rollout_weights(
     """
     if optimizer is not None:
         optimizer.finish_param_gather()
-    for name, value in model.state_dict().items():
+    state = model.state_dict()
+    meshes = dict.fromkeys(value.device_mesh for value in state.values() if is_dtensor(value))
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            meet(mesh.get_group(dim), "rollout_weights()")
+    for name, value in state.items():
         tensor = value.full_tensor() if is_dtensor(value) else value
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)

@@ -14,6 +14,7 @@ from megascale.amp.overflows import ScalerOverflows
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.debug.gradients import GradWatch, WatchedParam
 from megascale.errors import ArgumentError, ArgumentTypeError, MegascaleError, UsageError
+from megascale.step.misuse import BUILD_LAST
 from megascale.step.observers import SeenGrads
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.overflows import OverflowRecorder
@@ -172,6 +173,8 @@ def _named_params(recorder: Recorder, model: nn.Module | None) -> list[tuple[str
         return named
     own = list(recorder.named_params())
     order = {id(param): index for index, param in enumerate(bare.parameters() if bare is not None else ())}
+    if bare is not None and own and not any(id(param) in order for _, param in own):
+        raise ArgumentError(f"model has no parameter of the optimizer; pass the one that it trains; {BUILD_LAST}")
     return sorted(own, key=lambda one: order.get(id(one[1]), len(order)))
 
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megascale.errors import ArgumentError
 from megascale.utils.graph_breaks import outside_of_graphs
+from megascale.utils.live_objects import objects_of
 
 if TYPE_CHECKING:
     from megascale.grad_sync.sync import GradSync
@@ -74,16 +75,5 @@ def find_under_ddp(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> str 
 
 
 def _name_under_ddp(names: dict[int, str]) -> str | None:
-    params = (param for wrapper in ddp_modules() for param in wrapper.parameters())
+    params = (param for wrapper in objects_of(DistributedDataParallel) for param in wrapper.parameters())
     return next((names[id(param)] for param in params if id(param) in names), None)
-
-
-def ddp_modules() -> list[DistributedDataParallel]:
-    """Return every DistributedDataParallel there is, also unused ones. This takes tens of milliseconds."""
-    kinds = _with_subclasses(DistributedDataParallel)
-    return [thing for thing in gc.get_objects() if type(thing) in kinds]
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    """Return a class and its subclasses: for hundreds of thousands of objects a set is faster than issubclass."""
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

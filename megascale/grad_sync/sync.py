@@ -123,6 +123,8 @@ class GradSync:
     """The class name of the object that the user made, for messages."""
     is_sharded = False
     """Whether only this rank's shard of every bucket is reduced."""
+    has_taken: bool
+    """Whether it has ever taken a gradient of this rank."""
 
     def __init__(
         self,
@@ -162,6 +164,7 @@ class GradSync:
         self._finished = False
         self._is_away = self._pinned = False
         self._ddp_is_absent = False
+        self.has_taken = False
         self.add(named_parameters)
         if not self.buckets and not self.is_sharded:
             raise ArgumentError("named_parameters has no parameter with requires_grad")
@@ -441,6 +444,7 @@ class GradSync:
                     bucket.fresh.discard(name)
                 else:
                     main_grad.add_(param.grad)
+            self.has_taken = True
             # So that a gradient that is there in finish() is one that the caller has put there.
             param.grad = None
         # Under no_sync() the bucket goes on waiting: its reduction starts in the last backward of a step.

@@ -41,10 +41,13 @@ class Statistic(IntEnum):
     CONTRAST = 4
     """Sum of squares, weighted so that the sum over ranks with the same gradients is 0."""
     SCALED = 5
-    """Number of ranks that do not know their loss to be unscaled."""
+    """Number of ranks that do not know their loss to be unscaled, less :data:`WITH_GRADS` per rank with gradients."""
 
 
 NUM_STATISTICS = len(Statistic)
+
+WITH_GRADS = 2.0**-16
+"""What a rank that has gradients takes off SCALED: less than 1 over all ranks, so that no number travels beside it."""
 
 
 class GradWeights(NamedTuple):

@@ -30,7 +30,7 @@ from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.parallel import ParallelGroups, is_expert
-from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, group_size
+from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, group_size, meet
 
 T = TypeVar("T")
 
@@ -156,6 +156,8 @@ class ShardedMainParams(MainParams):
 
     @override
     def agree(self, error: Exception | None) -> None:
+        for group in dict.fromkeys(self._groups.of_param(param).shard for param in self._everywhere.values()):
+            meet(group, "state_dict()")
         self._gathered({}, error)
 
     @override

@@ -1,7 +1,7 @@
 """Checks a constructor's arguments: their types, and that every field of the config has an effect."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megascale.config import MOMENT_DTYPES, SCALER_FIELDS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
+from megascale.grad_sync.sync import GradSync
 from megascale.main_params.main_param import MainParam
 from megascale.rules import ADAM, BY_NAME, RULES, SECOND, kinds_without
 from megascale.rules.options import values_of
+from megascale.step.misuse import BUILD_LAST
 from megascale.utils.dtensors import held
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -43,6 +45,26 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
     if config is not None:
         for field in ineffective(config, optimizer, grad_scaler, sharded=sharded):
             raise field.error()
+
+
+def check_belongs(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None, grad_sync: object) -> None:
+    """Raise ArgumentError where names or main grads are those of other parameters than the optimizer's.
+
+    ``names``: by id of the parameter, as they were given; None: none were.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    nameless = [index for index, param in enumerate(params) if names is not None and id(param) not in names]
+    if nameless:
+        raise ArgumentError(
+            f"named_parameters have not parameter {nameless[0]} of the optimizer (and {len(nameless) - 1} more); pass "
+            f"those of every module whose parameters it updates; {BUILD_LAST}"
+        )
+    trained = [param for param in params if param.requires_grad]
+    if isinstance(grad_sync, GradSync) and trained and all(grad_sync.main_grad(param) is None for param in trained):
+        raise ArgumentError(
+            f"grad_sync has the gradient of no parameter of the optimizer; give it those that the optimizer updates; "
+            f"{BUILD_LAST}"
+        )
 
 
 def check_grad_scaler(grad_scaler: Any) -> None:

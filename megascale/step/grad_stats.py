@@ -18,7 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megascale.errors import ArgumentError
-from megascale.kernels import NUM_STATISTICS, Backend, GradWeights, Statistic, TensorList, TensorStats, stats_dtype
+from megascale.kernels import (
+    NUM_STATISTICS,
+    WITH_GRADS,
+    Backend,
+    GradWeights,
+    Statistic,
+    TensorList,
+    TensorStats,
+    stats_dtype,
+)
 from megascale.parallel import ParallelGroups, ranks_of
 from megascale.utils.collectives import all_reduce_sum_
 from megascale.utils.dtensors import is_dtensor
@@ -170,6 +179,7 @@ def measure(
     weights: GradWeights,
     errors: Tensor,
     scaled: bool,
+    has_grads: bool,
     *,
     backend: Backend,
     count_zeros: bool,
@@ -182,20 +192,22 @@ def measure(
         weights: of each gradient's statistics, see :class:`Holders`.
         errors: 0-d, this rank's errors, in the dtype of statistics.
         scaled: False if this rank knows that the loss was not scaled.
+        has_grads: whether backward, or the caller, has made any of the gradients of this rank.
     """
+    marks = scaled - WITH_GRADS * has_grads
     # A rank without gradients has statistics, too: the others wait for it in the all-reduce, and it may have an error.
     if not len(grads):
         vector = torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device)
         # fill_(), as an assigned number is copied from the host, which waits for the device.
         vector[Statistic.ZEROS].fill_(0.0 if count_zeros else math.nan)
         vector[Statistic.ERRORS] = errors
-        vector[Statistic.SCALED].fill_(float(scaled))
+        vector[Statistic.SCALED].fill_(marks)
         return GradStats(vector, None, (None,))
     if grads.forms.devices == {device}:
         stats = backend.measure(grads, count_zeros)
     else:
         stats = _measure_by_device(grads, backend, count_zeros, device)
-    vector = backend.total(stats, weights, errors, float(scaled))
+    vector = backend.total(stats, weights, errors, marks)
     return GradStats(vector, stats.non_finite, (stats.sum_squares,))
 
 

@@ -309,10 +309,17 @@ class StepMember:
             collected.weights,
             errors,
             scaled,
+            self._has_grads(collected),
             backend=self.backend,
             count_zeros=self.config.log_num_zeros_in_grad,
             device=self.device,
         )
+
+    def _has_grads(self, collected: Collected) -> bool:
+        """Return whether there are gradients beside main grads of zeros that a GradSync holds although it took none."""
+        if not isinstance(self.grad_sync, GradSync) or self.grad_sync.has_taken:
+            return bool(collected.updates)
+        return any(param.model.grad is not None for update in collected.updates for param in update.params)
 
     def absent(self, collected: Collected) -> dict[str, nn.Parameter]:
         """Return, by name, parameters that other ranks have, too, but that this rank leaves out.

@@ -6,6 +6,12 @@ from megascale.errors import UsageError, listed
 from megascale.kernels import LARGEST_SUM_SQUARES, REPLICA_TOLERANCE, Statistic
 from megascale.step.local_grads import ReplicaSet
 
+BUILD_LAST = (
+    "if it was built before fully_shard() or module.to_empty(), which replace parameters, or for another model, build "
+    "it and its wrapper last, from the parameters of the model that is trained"
+)
+"""Why an optimizer has other parameters than the model, and the remedy."""
+
 Statistics = Sequence[float]
 """Agreed statistics as host numbers, by :class:`megascale.kernels.Statistic`."""
 
@@ -18,6 +24,11 @@ def was_skipped(agreed: Statistics) -> bool:
 def has_only_zeros(agreed: Statistics) -> bool:
     """Return whether no rank had a gradient other than zeros."""
     return agreed[Statistic.SUM_SQUARES] == 0 and agreed[Statistic.NON_FINITE] == 0
+
+
+def has_no_gradient(agreed: Statistics) -> bool:
+    """Return whether every gradient was None, on every rank. See :data:`megascale.kernels.WITH_GRADS`."""
+    return float(agreed[Statistic.SCALED]).is_integer()
 
 
 def have_replicas_parted(agreed: Statistics) -> bool:
@@ -66,6 +77,14 @@ def parted_replicas(differing: Mapping[str, Collection[str]]) -> UsageError:
         "the same number on every rank. If ranks hold different parameters (stages of a pipeline, a model of each "
         "rank's own), say so with groups=ParallelGroups(...); if the gradients are to differ, pass "
         "replicas_may_differ=True"
+    )
+
+
+def untrained_error() -> UsageError:
+    """Return the error for an optimizer that has seen no gradient yet, in its first step."""
+    return UsageError(
+        "no parameter of the optimizer has a gradient, on any rank, in its first step, which would train nothing: "
+        f"{BUILD_LAST}. Else backward() was not called, the loss does not depend on the parameters, or all are frozen"
     )
 
 

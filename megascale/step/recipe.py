@@ -46,10 +46,12 @@ from megascale.step.member import ReadyStep, StepMember
 from megascale.step.misuse import (
     Statistics,
     differing_replicas,
+    has_no_gradient,
     has_only_zeros,
     have_replicas_parted,
     parted_replicas,
     unscaled_loss_error,
+    untrained_error,
     was_skipped,
 )
 from megascale.step.observers import StepObserver, StepRecord
@@ -111,6 +113,7 @@ class StepRecipe:
         self.observers: list[StepObserver] = [self.overflows, watch]
         self._backend = members[0].backend
         self._times_asked = 0
+        self._has_trained = False
 
     @property
     def grad_scaler(self) -> MegatronGradScaler | None:
@@ -433,13 +436,18 @@ class StepRecipe:
             observer.on_step(agreed, record)
 
     def _require_sound(self, agreed: Statistics, measured: Iterable[tuple[Sequence[MainParam], Tensor | None]]) -> None:
-        """Raise UsageError for gradients of a loss that was not scaled, or that differ between replicas.
+        """Raise UsageError for gradients that never were there, of an unscaled loss, or that differ between replicas.
 
         ``measured``: of each member the parameters and sums of squares of these gradients, where they are kept.
         """
         if agreed[Statistic.SCALED] <= 0:
             self.errors.drop_pending()
             raise unscaled_loss_error()
+        # Later steps may be empty. An error leaves the flag: the step after it is the first one.
+        if not self._has_trained and has_no_gradient(agreed):
+            self.errors.drop_pending()
+            raise untrained_error()
+        self._has_trained = True
         if not self.errors.consensus.is_alone and have_replicas_parted(agreed):
             self.errors.drop_pending()
             of_members = zip(self.members, measured, strict=False)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale.errors import UsageError
-from megascale.grad_sync.grad_hook import ddp_modules
+from megascale.utils.live_objects import objects_of
 
 
 class JoinGuard:
@@ -25,7 +25,11 @@ class JoinGuard:
         """Raise UsageError inside of ``join()``, unless that ends the loops of all ranks with the shortest."""
         if self._around is None:
             ours = {id(param) for param in params}
-            self._around = [ref(one) for one in ddp_modules() if any(id(param) in ours for param in one.parameters())]
+            self._around = [
+                ref(one)
+                for one in objects_of(DistributedDataParallel)
+                if any(id(param) in ours for param in one.parameters())
+            ]
         for wrapper in self._around:
             config = getattr(wrapper(), "_join_config", None)  # torch keeps it after the block
             if config is not None and config.enable and not config.throw_on_early_termination:

@@ -3,6 +3,7 @@
 A group of None means "this rank alone": every function then returns without communication.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work, distributed_c10d
 
-from megascale.errors import MegascaleError, RankError
+from megascale.errors import MegascaleError, RankError, UsageError
+from megascale.utils import call_site
 from megascale.utils.dtensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -28,10 +30,16 @@ T = TypeVar("T")
 PROBE_TAG = 1 << 29
 """Tag of the probes of :meth:`Pending.find_lost`, which nobody receives. No other message has it."""
 
+PATIENCE_S = 10.0
+"""After how many seconds a rank warns that others do not make a call which all make together."""
+
 _GROUPS_OF_OURS = 1 << 40
 """From where groups are counted that a part of the world makes: beyond any number of groups of all ranks."""
 _groups_made: Counter[tuple[int, ...]] = Counter()
 """How many groups each set of ranks has made: its ranks agree about it, as they make them together."""
+
+_meetings: Counter[tuple[tuple[int, ...], str]] = Counter()
+"""How often the ranks of a group have met for a call."""
 
 # torch 2.13's names; there the older names, which torch 2.11 has, warn.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -366,6 +374,48 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
     """Return how long a rank of ``group`` waits for another one; None where the backend does not say."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def meet(group: ProcessGroup | None, call: str) -> None:
+    """Wait until every rank of ``group`` is here, before collectives which one rank alone must not begin.
+
+    Where some ranks go on to another collective instead, gloo ends the processes, and others wait or mix up messages.
+    A rank warns after PATIENCE_S seconds. It waits for half as long as it would in a collective, so that its error
+    comes before that of the others.
+
+    Args:
+        group: of all ranks that make this call together.
+        call: its name, for the error.
+
+    Raises:
+        UsageError: the others have not come. It names them.
+    """
+    if group is None or group.size() == 1:
+        return
+    ranks, store, me = group_ranks(group), distributed_c10d._get_default_store(), dist.get_rank()
+    key = f"megascale/{call}/{','.join(map(str, ranks))}/{_meetings[ranks, call]}"
+    limit = (timeout_of(group) or dist.default_pg_timeout).total_seconds() / 2
+    store.set(f"{key}/{me}", "here")
+    if store.add(key, 1) == len(ranks):
+        store.set(f"{key}/all", "here")
+    begun, pause, has_warned = time.monotonic(), 1e-4, False
+    while not store.check([f"{key}/all"]):  # wait() would keep other threads from the store
+        waited = time.monotonic() - begun
+        if waited > limit or (waited > PATIENCE_S and not has_warned):
+            missing = [rank for rank in ranks if rank != me and not store.check([f"{key}/{rank}"])]
+            story = (
+                f"{call} on rank {me} waits for ranks {missing}: all of {list(ranks)} call it together, as each holds "
+                "a part of what it gathers. Call it on every rank, and keep the result on one"
+            )
+            if waited > limit:
+                store.add(key, -1)  # a later call on all ranks is the same meeting
+                store.delete_key(f"{key}/{me}")
+                raise UsageError(f"{story} (waited {waited:.1f} s)")
+            call_site.warn(story, RuntimeWarning)
+            has_warned = True
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    _meetings[ranks, call] += 1
 
 
 def redistribute_like(tensor: "DTensor", like: "DTensor") -> "DTensor":

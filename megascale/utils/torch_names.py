@@ -154,6 +154,7 @@ NAMES = (
         "nothing, until a rank has run out of batches: then torch ends the processes, or ranks wait",
     ),
     TorchName("torch.distributed.device_mesh.DeviceMesh._flatten", "the group over several dimensions of a mesh"),
+    TorchName("torch.distributed.distributed_c10d._get_default_store", "ranks meet there before one of them gathers"),
     TorchName(
         "torch.distributed.distributed_c10d._world",
         "a twin of some ranks is not counted among torch's groups",

@@ -1,17 +1,21 @@
 """Weights for a rollout are whole and current on every rank, whatever still runs."""
 
 import time
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError
 from megascale.main_params import weight_arrivals
 from megascale.rollout import rollout_buckets, rollout_weights, whole_weights
+from megascale.utils import collectives
 from tests.fsdp2_cases import Case, train
 from tests.fsdp2_cases import whole_weights as fsdp2_weights
 from tests.pool import RankPool
@@ -135,3 +139,26 @@ def test_without_overlap_nothing_is_copied() -> None:
     optimizer.step()
     for name, tensor in rollout_weights(module, optimizer):
         assert tensor.data_ptr() == module.state_dict()[name].data_ptr()
+
+
+def _one_rank_first(patience: float) -> tuple[list[str], list[str]]:
+    """Return the names of a rank's weights, and what it was warned of; the second rank comes later."""
+    module = nn.Linear(4, 4).to(torch.bfloat16)
+    fully_shard(module)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(collectives, "PATIENCE_S", patience)
+        if dist.get_rank() == 1:
+            time.sleep(0.3)
+        names = [*dict(rollout_weights(module)), *dict(rollout_weights(module))]
+    return names, [str(one.message) for one in caught if "rollout_weights" in str(one.message)]
+
+
+def test_a_rank_that_is_late_is_waited_for(ranks: RankPool) -> None:
+    """A rank that is alone for long warns and names the others; once they come, all have the weights."""
+    [first, warned], [second, quiet] = ranks.run(2, _one_rank_first, 0.05)
+    assert first == second == ["weight", "bias"] * 2
+    assert quiet == []
+    [message] = warned
+    assert "rank 0 waits for ranks [1]" in message
+    assert "Call it on every rank" in message

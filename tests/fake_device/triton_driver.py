@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from megascale.kernels import NUM_STATISTICS, Statistic
+from megascale.kernels import NUM_STATISTICS, WITH_GRADS, Statistic
 from tests.fake_device.device import FakeDevice, current_stream, library
 
 Effect = Callable[[dict[str, Any]], None]
@@ -101,7 +101,7 @@ def warm_up() -> None:
 def clean_step(arguments: dict[str, Any]) -> None:
     """What ``total_kernel`` writes for finite gradients of a scaled loss: see ``Statistic``."""
     statistics = ctypes.c_double * NUM_STATISTICS
-    clean = {Statistic.SUM_SQUARES: 1.0, Statistic.SCALED: 1.0}
+    clean = {Statistic.SUM_SQUARES: 1.0, Statistic.SCALED: 1.0 - WITH_GRADS}
     statistics.from_address(library().bytes_of_device(arguments["vector"].data_ptr()))[:] = [
         clean.get(field, 0.0) for field in Statistic
     ]

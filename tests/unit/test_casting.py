@@ -266,6 +266,9 @@ BUILDERS: dict[str, Callable[[nn.Module], Any]] = {
     "DistributedOptimizer": lambda model: DistributedOptimizer(
         torch.optim.AdamW(model.named_parameters(), lr=0.1), grad_scaler=ConstantGradScaler(1.0), modules=model
     ),
+    "MixedPrecisionOptimizer": lambda model: MixedPrecisionOptimizer(
+        torch.optim.AdamW(list(model.parameters())[-2:], lr=0.1), grad_scaler=ConstantGradScaler(1.0)
+    ),
     "build_optimizer": lambda model: build_optimizer(OptimizerConfig(fp16=True, lr=0.1), model),
     "sharded build_optimizer": lambda model: build_optimizer(
         OptimizerConfig(fp16=True, lr=0.1, use_distributed_optimizer=True), model
@@ -275,7 +278,9 @@ BUILDERS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_buffers_in_16_bit_are_warned_of(builder: str) -> None:
-    """Where the optimizer is given modules: RoPE's frequencies, BatchNorm's statistics; once, at the caller's line."""
+    """RoPE's frequencies, BatchNorm's statistics; once, at the caller's line; also where an optimizer is given no
+    modules, and parameters of another module than the buffers'.
+    """
     model = nn.ModuleDict({"gpt": Gpt(), "bn": nn.BatchNorm1d(4)}).half()
     with pytest.warns(UserWarning, match="cast_model") as caught:
         BUILDERS[builder](model)
@@ -294,7 +299,9 @@ def test_it_is_public() -> None:
 
 
 def test_a_module_keeps_its_own_parameters_alone() -> None:
-    """A module whose own parameters are kept by name computes in fp32; its layers, which are cast, do not."""
+    """A module whose own parameters are kept by name, beside layers that are cast, gets its inputs as they come: it may
+    multiply them by the layers' weights, as Mamba does.
+    """
 
     class Gate(nn.Module):
         def __init__(self) -> None:
@@ -305,9 +312,84 @@ def test_a_module_keeps_its_own_parameters_alone() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.seen.append(x.dtype)
-            return self.inner(x.half()) * self.gain
+            return (x @ self.inner.weight) * self.gain + self.inner(x.float())
 
     model = cast_model(nn.Sequential(Gate()), FP16, keep="*.gain")
     assert _dtypes(model) == {"0.gain": torch.float32, "0.inner.weight": FP16, "0.inner.bias": FP16}
     model(torch.ones(2, 4, dtype=FP16))
-    assert model[0].seen == [torch.float32]
+    assert model[0].seen == [FP16]
+
+
+class Scaled(nn.Module):
+    """Two residual branches with a factor of each, a parameter of the block's own, as BEiT and LayerScale have them."""
+
+    def __init__(self, width: int = 8, *, casts: bool = False) -> None:
+        super().__init__()
+        self.casts = casts
+        self.norm, self.first, self.second = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.gamma, self.beta = nn.Parameter(torch.full((width,), 0.3)), nn.Parameter(torch.full((width,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add both branches to ``x``."""
+        gamma, beta = (one.to(x.dtype) if self.casts else one for one in (self.gamma, self.beta))
+        x = x + gamma * self.first(self.norm(x))
+        return x + beta * self.second(self.norm(x))
+
+
+class Positions(nn.Module):
+    """A root that owns a parameter beside its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.arange(8) / 7)
+        self.layers = nn.ModuleList([Scaled(), Scaled(casts=True)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        x = x + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return cast(Tensor, self.head(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "keep",
+    [["*gamma"], ["*gamma", "*beta"], ["positions"], ["positions", "*gamma", "*beta"], ["positions", nn.LayerNorm]],
+    ids=str,
+)
+def test_parameters_of_modules_with_children_are_kept(keep: list[Any], dtype: torch.dtype) -> None:
+    """The model runs, forward and backward, computes what fp32 does, and kept parameters are those of before.
+
+    It broke where a block owned what was kept: its inputs were cast to fp32, and its 16-bit layers took them.
+    """
+    model = Positions()
+    x = torch.linspace(-1, 1, 16).reshape(2, 8)
+    expected = model(x).detach()
+    kept = {name: param.detach().clone() for name, param in model.named_parameters() if name in _named(model, keep)}
+    cast_model(model, dtype, keep=keep)
+    assert {name for name, param in model.named_parameters() if param.dtype == FP32} == kept.keys()
+    assert all(torch.equal(param, kept[name]) for name, param in model.named_parameters() if name in kept)
+    seen: set[torch.dtype] = set()
+    model.layers[1].register_forward_pre_hook(lambda _, args: seen.add(args[0].dtype))
+    cast(Scaled, model.layers[0]).first.register_forward_hook(lambda _, args, output: seen.add(output.dtype))
+    given = model(x.to(dtype))
+    assert dtype in seen
+    torch.testing.assert_close(given.float(), expected, rtol=0.02, atol=0.02)
+    given.float().sum().backward()
+    assert all(param.grad is not None and param.grad.dtype == param.dtype for param in model.parameters())
+
+
+def _named(model: nn.Module, keep: list[Any]) -> set[str]:
+    """Return the names of the parameters that ``keep`` names."""
+    norms = {f"layers.{index}.norm.{leaf}" for index in range(2) for leaf in ("weight", "bias")}
+    own = {f"layers.{index}.{leaf}" for index in range(2) for leaf in ("gamma", "beta") if f"*{leaf}" in keep}
+    return own | ({"positions"} if "positions" in keep else set()) | (norms if nn.LayerNorm in keep else set())
+
+
+def test_a_kept_factor_of_the_last_layer_leaves_its_results_wide() -> None:
+    """As with a kept head: nothing that was cast comes after it."""
+    model = nn.Sequential(nn.Linear(8, 8), Scaled())
+    cast_model(model, FP16, keep=["*gamma"])
+    assert model(torch.ones(1, 8).half()).dtype == FP32

@@ -111,7 +111,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 def _duplicate_names() -> MixedPrecisionOptimizer:
     module = model(torch.float32)
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
-    return MixedPrecisionOptimizer(inner, named_parameters=[("w", module.first.weight), ("w", module.first.bias)])
+    return MixedPrecisionOptimizer(inner, named_parameters=[("w", param) for param in module.parameters()])
 
 
 LION: list[tuple[dict[str, Any], str]] = [

@@ -18,7 +18,7 @@ from megascale import MixedPrecisionOptimizer, StepGraph
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.grad_sync.synced_bucket import SyncedBucket
-from megascale.kernels import GradWeights, Statistic, TensorList
+from megascale.kernels import WITH_GRADS, GradWeights, Statistic, TensorList
 from megascale.kernels.reference import ReferenceBackend
 from megascale.step import recipe
 from megascale.step.grad_stats import measure
@@ -68,7 +68,7 @@ def _without_gradients(device: FakeDevice) -> tuple[list[str], list[float]]:
     backend = ReferenceBackend()
     with device.watch() as seen:
         stats = measure(
-            TensorList(), weights, errors, True, backend=backend, count_zeros=True, device=torch.device("cuda")
+            TensorList(), weights, errors, True, False, backend=backend, count_zeros=True, device=torch.device("cuda")
         )
     return [str(call) for call in seen if call.makes_host_wait()], stats.vector.tolist()
 
@@ -80,6 +80,22 @@ def test_a_rank_without_gradients_waits_for_nothing(on_device: OnDevice) -> None
     expected = [0.0] * len(vector)
     expected[Statistic.ERRORS] = expected[Statistic.SCALED] = 1.0
     assert vector == expected
+
+
+def _trained_by_nobody(device: FakeDevice) -> tuple[bool, str]:
+    optimizer = wrap(torch.optim.AdamW(parameters(2), lr=1e-3))
+    with device.watch() as seen:
+        optimizer.step()
+    with pytest.raises(UsageError) as raised:
+        optimizer.step()
+    return any(call.makes_host_wait() for call in seen), str(raised.value)
+
+
+def test_an_optimizer_without_gradients_is_refused_one_step_late(on_device: OnDevice) -> None:
+    """The host does not wait for the first step's statistics, so that the second raises what the first has found."""
+    waits, message = on_device(_trained_by_nobody)
+    assert not waits
+    assert "no parameter of the optimizer has a gradient" in message
 
 
 def _divided(device: FakeDevice) -> list[Record]:
@@ -188,7 +204,8 @@ def _replayed_apart(device: FakeDevice) -> str:
     give_grads(params)
     graph = StepGraph(optimizer)
     vectors[-1].zero_()
-    vectors[-1][Statistic.SUM_SQUARES] = vectors[-1][Statistic.SCALED] = vectors[-1][Statistic.CONTRAST] = 1.0
+    vectors[-1][Statistic.SUM_SQUARES] = vectors[-1][Statistic.CONTRAST] = 1.0
+    vectors[-1][Statistic.SCALED] = 1.0 - WITH_GRADS
     recipe.all_gather_object = lambda value, group: [value] * 2  # type: ignore[attr-defined]
     graph.replay()
     with pytest.raises(UsageError) as raised:

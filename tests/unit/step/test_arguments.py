@@ -70,9 +70,12 @@ def test_a_scaler_serves_optimizers_that_step_as_one() -> None:
 
 def test_a_scaler_put_into_an_optimizer_later_counts_too() -> None:
     """Assigning ``grad_scaler`` shares it, and taking it away ends that."""
+    modules = model(), model()
     first, second = (
-        MixedPrecisionOptimizer(_sgd(model()), None, DynamicGradScaler(), grads_are_scaled=True) for _ in range(2)
+        MixedPrecisionOptimizer(_sgd(module), None, DynamicGradScaler(), grads_are_scaled=True) for module in modules
     )
+    for seed, module in enumerate(modules):
+        set_grads(module, seed)
     own = second.grad_scaler
     second.grad_scaler = first.grad_scaler
     with pytest.raises(UsageError, match="is shared"):
