@@ -20,10 +20,12 @@ from megascale.main_params.base import MainParams
 from megascale.main_params.replica_check import require_same
 from megascale.parallel import ParallelGroups
 from megascale.state.live_state import LiveState
+from megascale.state.own_state_dict import OwnStateDict
 from megascale.state.state_view import Source, StateView
 from megascale.step import ownership
 from megascale.step.arguments import check_arguments, check_belongs, config_for, device_of, require_values
 from megascale.step.description import summary
+from megascale.step.joined_states import JoinedStates, states_of
 from megascale.step.member import StepMember
 from megascale.step.recipe import StepRecipe
 from megascale.step.result import StepResult as StepResult
@@ -86,6 +88,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         if clip_grad is not None:
             validate.non_negative("clip_grad", clip_grad)
         check_inner(optimizer)
+        OwnStateDict(optimizer, [], is_sharded=main_params.is_sharded).require_savable()
         ownership.check_unwrapped(optimizer)
         self.optimizer = optimizer
         self.config = config_for(optimizer, config, clip_grad)
@@ -184,7 +187,11 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     @state.setter
     def state(self, value: Any) -> None:
         if self._constructed:
-            self.optimizer.state = StateView([self.state_source()]).held_for(value)
+            held, joined = StateView([self.state_source()]).held_for(value), states_of(self.optimizer)
+            if isinstance(joined, JoinedStates):
+                joined.replace(held)
+            else:
+                self.optimizer.state = held
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group of model params (or of (name, param) pairs). Main params are made at once.
@@ -242,8 +249,9 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
 
     def _live(self) -> LiveState:
         member, norms = self._member, self.recipe.norm_statistics
-        held, mains = self.optimizer.state, member.main_params
-        return LiveState(self.param_groups, held, mains, self.grad_scaler, member.counter, norms, member.update)
+        held, mains = states_of(self.optimizer), member.main_params
+        own = OwnStateDict(self.optimizer, mains, is_sharded=mains.is_sharded)
+        return LiveState(self.param_groups, held, mains, self.grad_scaler, member.counter, norms, member.update, own)
 
     def state_source(self) -> Source:
         """Return what :attr:`state` shows."""

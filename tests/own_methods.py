@@ -1,5 +1,6 @@
-"""Optimizers with methods besides ``step()``, as users write them: none knows of megascale."""
+"""Optimizers with methods besides ``step()``, or a ``state_dict()`` of their own: none knows of megascale."""
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -139,6 +140,93 @@ class Bf16Momentum(torch.optim.Optimizer):
                     state["m"] = torch.zeros_like(p, dtype=torch.bfloat16)
                 state["m"].lerp_(p.grad.bfloat16(), 0.25)
                 p.sub_(state["m"].float(), alpha=group["lr"])
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Lookahead (arXiv 1907.08610) around another optimizer, in the form of pytorch_optimizer's.
+
+    It does without torch's constructor; slow weights are made at once, of the weights that there are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, k: int = 2) -> None:
+        self.optimizer, self.k = optimizer, k
+        self._optimizer_step_pre_hooks: dict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: dict[int, Any] = OrderedDict()
+        self._patch_step_function()
+        self.state = defaultdict(dict)
+        for group in self.param_groups:
+            group["counter"] = 0
+            for p in group["params"]:
+                self.state[p]["slow"] = p.detach().clone()
+        self.defaults = optimizer.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the other optimizer."""
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return slow weights by position, and the other optimizer's state."""
+        slow = {
+            (at, index): dict(self.state[p])
+            for at, group in enumerate(self.param_groups)
+            for index, p in enumerate(group["params"])
+        }
+        return {"slow": slow, "base": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        raise AssertionError("all of it is state of parameters")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step; each ``k``-th returns half-way to the slow weights."""
+        self.optimizer.step()
+        for group in self.param_groups:
+            group["counter"] = (group["counter"] + 1) % self.k
+            for p in group["params"] if group["counter"] == 0 else ():
+                p.lerp_(self.state[p]["slow"], 0.5)
+                self.state[p]["slow"].copy_(p)
+
+
+class Warming(torch.optim.Optimizer):
+    """SGD with momentum whose step count and schedule are attributes, saved beside the state as StableSPAM does it."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 2.0**-5) -> None:
+        super().__init__(params, {"lr": lr})
+        self.total_step = 0
+        self.clock = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.clock, 0.5)
+        self.recent: dict[tuple[int, int], float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add the count and the schedule."""
+        own = {"total_step": self.total_step, "recent": dict(self.recent)}
+        clock = {"optimizer": self.clock.state_dict(), "schedule": self.schedule.state_dict()}
+        return {**super().state_dict(), **own, "clock": clock}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them."""
+        super().load_state_dict(state_dict)
+        self.total_step, self.recent = state_dict["total_step"], dict(state_dict["recent"])
+        self.clock.load_state_dict(state_dict["clock"]["optimizer"])
+        self.schedule.load_state_dict(state_dict["clock"]["schedule"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step, at the rate of the schedule."""
+        rate = self.clock.param_groups[0]["lr"]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(p)
+                state["momentum"].lerp_(p.grad, 1 / (1 + self.total_step))
+                p.sub_(state["momentum"], alpha=group["lr"] * rate)
+        self.total_step += 1
+        self.recent[0, self.total_step % 2] = rate
+        self.clock.step()
+        self.schedule.step()
 
 
 def values_in(nest: Any, path: str = "") -> dict[str, Any]:

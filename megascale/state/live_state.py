@@ -12,6 +12,7 @@ from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.base import MainParams
 from megascale.state import schema as portable_state
+from megascale.state.own_state_dict import OwnStateDict
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
 from megascale.step.counter import StepCounter, parse_counts
 from megascale.step.spikes import NormStatistics, parse_norm_statistics
@@ -31,6 +32,7 @@ class Plan:
         main_params: a model param, its name, and its main param's values.
         states: of each model param.
         shared: state that belongs to no parameter.
+        own: what the wrapped optimizer's own ``load_state_dict()`` takes.
         loaded: objects of which an optimizer has one, such as its scaler, and the state that each loads.
         from_weights: whether all main params are set from the model's weights, as the state dict has none.
         remarks: what the state dict of a run in another precision lacks, or has in excess, and what comes of it.
@@ -40,6 +42,7 @@ class Plan:
     main_params: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
     states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
     shared: dict[Any, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
     loaded: list[tuple[Any, Mapping[str, Any]]] = field(default_factory=list)
     from_weights: bool = False
     remarks: list[str] = field(default_factory=list)
@@ -71,6 +74,7 @@ class LiveState(HeldState):
     """All that, and what updates it: it can be packed, and loaded."""
 
     update: InnerUpdate
+    own: OwnStateDict
 
     def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
         """Return the state dict; see :mod:`megascale.state.schema`.
@@ -117,7 +121,13 @@ class LiveState(HeldState):
             portable_state.pack_group(group, [names[id(p)] for p in group["params"]], index, copy=copy)
             for index, group in enumerate(self.param_groups)
         ]
-        return {"param_groups": groups} | portable_state.pack_shared(self.state, copy=copy)
+        return {"param_groups": groups} | portable_state.pack_shared(self._shared(copy=copy), copy=copy)
+
+    def _shared(self, *, copy: bool) -> dict[Any, Any]:
+        """Return the wrapped optimizer's state that belongs to no parameter, as it keeps it and as it saves it."""
+        own = self.own.read(copy=copy)
+        of_no_param = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+        return of_no_param | ({portable_state.OWN_STATE_DICT: own} if own else {})
 
     def _portable_states(self) -> dict[int, Any]:
         """Return the state of each parameter, by id. Raises StateDictError for what a state dict cannot hold."""
@@ -178,7 +188,7 @@ class LiveState(HeldState):
             is_empty = isinstance(states[name], Mapping) and not states[name]
             required = () if is_empty else self.update.required_state(options[id(params[name])])
             portable_state.check_state(name, _counted(states[name], required), params[name], required)
-        portable_state.check_shared(state_dict["optimizer"], self.state, strict=strict)
+        portable_state.check_shared(state_dict["optimizer"], self._shared(copy=False), strict=strict)
         for index, group in enumerate(groups):
             portable_state.loadable_options(group, index)
         self._loaded(state_dict, strict)
@@ -229,8 +239,11 @@ class LiveState(HeldState):
                 (live, self._planned_options(live, given, index))
                 for index, (live, given) in enumerate(zip(self.param_groups, groups, strict=True))
             ]
-        shared = portable_state.check_shared(state_dict["optimizer"], self.state, strict=strict)
-        plan.shared = portable_state.placed_like(shared, self.state)
+        live = self._shared(copy=False)
+        shared = portable_state.check_shared(state_dict["optimizer"], live, strict=strict)
+        plan.shared = portable_state.placed_like(shared, live)
+        plan.own = plan.shared.pop(portable_state.OWN_STATE_DICT, {})
+        self.own.check(plan.own)
         options = self._options()
         for name, param in self.named_params().items():
             if name in mains and self.main_params.keeps(param):
@@ -352,6 +365,7 @@ class LiveState(HeldState):
         self.main_params.sync_from_model(self.param_groups)
         for group, params in zip(self.param_groups, self.main_params.ordered, strict=True):
             self.update.create_states(group, params)
+        self.own.load(plan.own)
         for one, given in plan.loaded:
             one.load_state_dict(given)
 

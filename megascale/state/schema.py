@@ -38,6 +38,8 @@ KEYS = ("optimizer", "main_params", "grad_scaler", "version")
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 # Key, beside "state", of state that belongs to no parameter: a list with one dict per wrapped optimizer.
 SHARED_STATE = "shared_state"
+# Its key of what the wrapped optimizer's own state_dict() has beside state and groups.
+OWN_STATE_DICT = "state_dict()"
 PRIMITIVES = (bool, int, float, str, type(None))
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from megascale.errors import StateDictError, listed
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.shard import ParamShard
-from megascale.state.schema import SHARED_STATE
+from megascale.state.schema import OWN_STATE_DICT, SHARED_STATE
 from megascale.state.torch_frames import is_told_to_skip
 from megascale.step.counter import COUNT_KEYS
 from megascale.step.spikes import NORM_KEYS
@@ -94,9 +94,11 @@ def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
     Raises StateDictError for state that torch's functions cannot carry, naming it.
     """
     if others := [key for one in own["optimizer"].get(SHARED_STATE, []) for key in one]:
+        is_own = others[0] == OWN_STATE_DICT
+        what = "what the optimizer's own state_dict() has" if is_own else f"optimizer.state[{others[0]!r}]"
         raise StateDictError(
-            f"optimizer.state[{others[0]!r}] belongs to no parameter, and torch.distributed.checkpoint carries only "
-            "state that does; use state_dict() itself, or megascale.checkpoint"
+            f"{what} belongs to no parameter, and torch.distributed.checkpoint carries only state that does; use "
+            "state_dict() itself, or megascale.checkpoint"
         )
     # Torch's functions carry state of parameters alone. So what belongs to the optimizer (scaler, counts, norms) is put
     # into each parameter's entry, and its main param beside it.
@@ -163,6 +165,9 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
     groups = live["optimizer"]["param_groups"]
     names = _names_by_key(given["param_groups"], [group["params"] for group in groups])
     shared = _shared_state(given, names, live)
+    own = {key: value for key, value in given.items() if key not in TORCH_KEYS}
+    if own and any(OWN_STATE_DICT in one for one in live["optimizer"].get(SHARED_STATE, [])):
+        shared[OWN_STATE_DICT] = own
     states, mains, without_main = dict(live["optimizer"]["state"]), dict(live["main_params"]), []
     copies: dict[str, list[dict[str, Any]]] = {what: [] for what in SHARED}
     for key, entries in given["state"].items():

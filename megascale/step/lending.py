@@ -85,8 +85,7 @@ def lent(
     """
     main_of = {id(param.model): param.main for param in params}
     copies = [param for param in params if param.main is not param.model]
-    by_path = holders_of(optimizer)
-    holders = list(by_path.values())
+    holders = list(holders_of(optimizer).values())
     groups_before = [list(holder.param_groups) for holder in holders]
     params_before = [[group["params"] for group in groups] for groups in groups_before]
     memory = [to_local(param.main) for param in params]
@@ -122,7 +121,6 @@ def lent(
             # `p.data = old`, as some optimizers write it, is a copy: main params stay where they are.
             if (now := to_local(param.main)).data_ptr() != before.data_ptr():
                 held(param.main).data = before.copy_(now)
-            param.narrow_state = narrow_names(by_path, param)
     if changed:
         raise UsageError(
             f"{type(optimizer).__name__} added or removed param groups while it held main params; add them by the "

@@ -21,6 +21,7 @@ from megascale.step.compute_choice import ComputeChoice
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
+from megascale.step.joined_states import states_of
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.local_grads import Collected, ReadyGrads, checked_grads
 from megascale.step.offload_tuner import OffloadTuner, Proposal, hidden_fraction, needed_fraction
@@ -128,12 +129,13 @@ class StepMember:
         self.require_not_lent("this call")
         if reads_state:
             self.main_params.wait_for_arrivals()
-        param_groups, state = self.optimizer.param_groups, self.optimizer.state
+        param_groups = self.optimizer.param_groups
         made = self.main_params.sync_from_model(param_groups)
         if not made:
             return
         created = {id(param) for param in made}
         here = {id(param) for group in param_groups for param in group["params"]}
+        state = states_of(self.optimizer)
         for gone in [key for key in state if isinstance(key, Tensor) and id(key) not in here]:
             del state[gone]
         for unit in self.main_params.units():  # state lies in memory as it is updated
@@ -188,7 +190,7 @@ class StepMember:
         self.main_params.wait()
         at_home = {id(param.model) for param in self.main_params if param.twin is not None}  # in host memory already
         mains = (param.memory for param in self.main_params if param.is_copy and param.twin is None)
-        held = (state for param, state in self.optimizer.state.items() if id(param) not in at_home)
+        held = (state for param, state in states_of(self.optimizer).items() if id(param) not in at_home)
         states = chain.from_iterable(map(tensors_in, held))
         self.update.release_scratch()
         self.main_params.residence.leave(chain(mains, states), pin=pin)
@@ -378,7 +380,7 @@ class StepMember:
 
     def _keep_local_state(self, param: MainParam) -> None:
         """Keep this rank's part of state that the optimizer had before it was wrapped."""
-        state = self.optimizer.state.get(param.model, {})
+        state = states_of(self.optimizer).get(param.model, {})
         for key, value in state.items():
             if isinstance(value, Tensor) and is_per_element(key, value, param.model):
                 state[key] = self.main_params.local_part(param, value)

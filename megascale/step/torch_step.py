@@ -1,7 +1,7 @@
 """Runs any other optimizer's own ``step()`` on main params, once the host has read that the step lands."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -102,16 +102,21 @@ class GeneralUpdate(InnerUpdate):
         for pending in updates:
             self.check_options(pending.options)
         every = [(pending.options, param) for pending in updates for param in pending.params]
-        holders = holders_of(self.optimizer)
+        self.require_usable_state(param for _, param in every)
         for options, param in every:
-            for path, holder in holders.items():
-                self._check_state_of(param, holder, f"{path}." if path else "")
             if param.is_owned:
                 check_state(self.optimizer, options, param, state_of(self.optimizer, param))
         for options, param in every:
             if param.is_owned:
                 complete_state(self.optimizer, options, param, state_of(self.optimizer, param))
         return [replace(pending, call=None) for pending in updates]
+
+    def require_usable_state(self, params: Iterable[MainParam]) -> None:
+        """Raise UsageError, naming it, for state without memory, or that a method made of 16-bit weights."""
+        holders = holders_of(self.optimizer)
+        for param in params:
+            for path, holder in holders.items():
+                self._check_state_of(param, holder, f"{path}." if path else "")
 
     def _check_state_of(self, param: MainParam, holder: torch.optim.Optimizer, prefix: str) -> None:
         """Raise UsageError, naming it, for a parameter's state that no step can use. ``prefix``: of its names."""
@@ -195,8 +200,13 @@ class GeneralUpdate(InnerUpdate):
     @contextmanager
     def lend(self, params: Sequence[MainParam], grads: Sequence[Tensor | None]) -> Iterator[None]:
         """Lend main params to the optimizer inside the context: see :func:`megascale.step.lending.lent`."""
-        with self._wide_moments(params), lent(self.optimizer, params, grads):
-            yield
+        try:
+            with self._wide_moments(params), lent(self.optimizer, params, grads):
+                yield
+        finally:
+            holders = holders_of(self.optimizer)
+            for param in params:
+                param.narrow_state = narrow_names(holders, param)
 
     def unscaled(self, params: Sequence[MainParam], grads: Sequence[Tensor], decision: Decision) -> Sequence[Tensor]:
         """Return new local gradients, in the dtypes of main params, times the decision's coefficient."""

@@ -1,0 +1,196 @@
+"""OwnStateDict: what a wrapped optimizer's own ``state_dict()`` has beside ``state`` and ``param_groups``.
+
+StableSPAM saves a step count and a schedule there, Ranger21 its learning rates, Lookahead the state of the optimizer
+that it wraps. State of parameters is saved by their names in any case: :mod:`megascale.step.joined_states`. The rest is
+numbers, strings and tensors that belong to no parameter. The optimizer's own ``state_dict()`` gives it, and its own
+``load_state_dict()`` takes it, while it holds main params; what that does to state and groups is put back.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.errors import ArgumentError, StateDictError
+from megascale.main_params.main_param import MainParam
+from megascale.state.schema import PRIMITIVES, portable
+from megascale.step.lending import holders_of, lent
+from megascale.utils.nests import tensors_in
+
+_ITEMS = "items()"
+"""The key of a dict's items, where its keys are no primitives."""
+_TORCHS = ("state", "param_groups")
+_HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_post_hooks")
+
+
+class OwnStateDict:
+    """Reads and loads the entries of one wrapped optimizer.
+
+    Args:
+        optimizer: the wrapped one.
+        params: the main params of this rank, which it holds meanwhile: it may keep what it saves by parameter.
+        is_sharded: whether other ranks have others.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Iterable[MainParam], *, is_sharded: bool) -> None:
+        self._optimizer = optimizer
+        self._params = params
+        self._is_sharded = is_sharded
+
+    def read(self, *, copy: bool) -> dict[str, Any]:
+        """Return the entries, of tensors and primitives.
+
+        Raises StateDictError, naming it, for what is neither, and for tensors where ranks have their own.
+        """
+        if not _overrides(self._optimizer, "state_dict", _HOOKS[0]):
+            return {}
+        with self._lent():
+            return self._read(copy=copy)
+
+    def require_savable(self) -> None:
+        """Raise ArgumentError, naming it, for an entry that could not be saved, or not be loaded.
+
+        Before there are main params.
+        """
+        name = type(self._optimizer).__name__
+        if not _overrides(self._optimizer, "state_dict", _HOOKS[0]):
+            return
+        try:
+            entries = self._read(copy=False)
+        except Exception as error:  # whatever it calls
+            raise ArgumentError(
+                f"optimizer {name} cannot be saved: {error}; keep tensors, numbers and strings in its state_dict()"
+            ) from error
+        if entries and not _overrides(self._optimizer, "load_state_dict", _HOOKS[1]):
+            raise ArgumentError(
+                f"optimizer {name} cannot be loaded: its state_dict() has {sorted(entries)}, which torch's "
+                "load_state_dict() drops; give it a load_state_dict() that takes them"
+            )
+
+    def check(self, entries: Mapping[str, Any]) -> None:
+        """Raise StateDictError if the optimizer's ``load_state_dict()`` refuses ``entries``; nothing has changed."""
+        if not entries:
+            return
+        before = self.read(copy=True)
+        try:
+            self.load(entries)
+        except Exception as error:  # whatever it raises
+            raise StateDictError(
+                f"{type(self._optimizer).__name__}.load_state_dict() raised {type(error).__name__}: {error}; load what "
+                "an optimizer of the same class has saved"
+            ) from error
+        finally:
+            self.load(before)
+
+    def load(self, entries: Mapping[str, Any]) -> None:
+        """Let the optimizer take ``entries`` and nothing else."""
+        if not entries:
+            return
+        with self._lent():
+            kept = [
+                (
+                    holder,
+                    {name: value for name, value in vars(holder).items() if name in _TORCHS},
+                    {key: dict(value) if isinstance(value, dict) else value for key, value in holder.state.items()},
+                    [(group, dict(group)) for group in holder.param_groups],
+                )
+                for holder in holders_of(self._optimizer).values()
+            ]
+            try:
+                own = {name: _unpacked(value) for name, value in entries.items()}
+                self._optimizer.load_state_dict({**self._optimizer.state_dict(), **own})
+            finally:
+                for holder, attributes, state, groups in kept:
+                    vars(holder).update(attributes)
+                    holder.state.clear()
+                    holder.state.update(state)
+                    holder.param_groups[:] = [group for group, _ in groups]
+                    for group, options in groups:
+                        group.clear()
+                        group.update(options)
+
+    def _lent(self) -> AbstractContextManager[None]:
+        params = [param for param in self._params if param.is_owned]
+        return lent(self._optimizer, params, [None] * len(params))
+
+    def _read(self, *, copy: bool) -> dict[str, Any]:
+        where = f"{type(self._optimizer).__name__}.state_dict()"
+        given = {name: value for name, value in self._optimizer.state_dict().items() if name not in _TORCHS}
+        held = _Held(self._optimizer) if given else None
+        entries = {
+            name: _portable(value, f"{where}[{name!r}]", copy=copy)
+            for name, value in given.items()
+            if held is not None and not held.covers(value)
+        }
+        tensors = [name for name, value in entries.items() if any(True for _ in tensors_in(value))]
+        if tensors and self._is_sharded:
+            raise StateDictError(
+                f"{where} has {tensors}, tensors that are not in state[param], of which each rank of a "
+                "DistributedOptimizer has its own; use MixedPrecisionOptimizer"
+            )
+        return entries
+
+
+class _Held:
+    """What is saved already: the state of parameters, and the options of groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        holders = holders_of(optimizer)
+        self._states = {
+            _signature(entries)
+            for holder in holders.values()
+            for key, entries in holder.state.items()
+            if isinstance(key, Tensor) and isinstance(entries, Mapping)
+        }
+        self._state_dicts = [_signature(holder.state_dict()) for path, holder in holders.items() if path]
+
+    def covers(self, value: Any) -> bool:
+        """Return whether an entry is states of parameters, or the state dict of an optimizer that the other holds."""
+        if not isinstance(value, Mapping):
+            return False
+        is_of_params = all(isinstance(one, Mapping) and _signature(one) in self._states for one in value.values())
+        return (bool(value) and is_of_params) or _signature(value) in self._state_dicts
+
+
+def _signature(value: Any) -> Any:
+    """Return what is the same for two nests of the same tensors and equal primitives."""
+    if isinstance(value, Tensor):
+        return "tensor", id(value)
+    if isinstance(value, Mapping):
+        return "dict", frozenset((_signature(key), _signature(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return "list", tuple(map(_signature, value))
+    return type(value).__name__, repr(value)
+
+
+def _portable(value: Any, where: str, *, copy: bool) -> Any:
+    """Return ``value`` as :func:`portable` does; a dict whose keys are no primitives, such as pairs, as its items."""
+    if isinstance(value, Mapping):
+        items = [(key, _portable(item, f"{where}[{key!r}]", copy=copy)) for key, item in value.items()]
+        if all(isinstance(key, PRIMITIVES) for key in value):
+            return dict(items)
+        return {
+            _ITEMS: [[portable(key, f"{where} has the key {key!r}, which", copy=copy), item] for key, item in items]
+        }
+    if isinstance(value, (list, tuple)):
+        return type(value)([_portable(item, f"{where}[{i}]", copy=copy) for i, item in enumerate(value)])
+    return portable(value, where, copy=copy)
+
+
+def _unpacked(value: Any) -> Any:
+    """Return what :func:`_portable` was given."""
+    if isinstance(value, Mapping):
+        if set(value) == {_ITEMS}:
+            return {key: _unpacked(item) for key, item in value[_ITEMS]}
+        return {key: _unpacked(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_unpacked(item) for item in value])
+    return value
+
+
+def _overrides(optimizer: torch.optim.Optimizer, method: str, hooks: str) -> bool:
+    """Return whether a method is not torch's, or has hooks."""
+    own = getattr(getattr(optimizer, method), "__func__", None)
+    return own is not getattr(torch.optim.Optimizer, method) or bool(getattr(optimizer, hooks, None))

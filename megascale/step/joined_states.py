@@ -1,0 +1,129 @@
+"""The state of a wrapped optimizer and of those that it holds, as one mapping that is read and written like ``state``.
+
+Lookahead keeps slow weights of a parameter, and its base optimizer keeps the moments. Joined, an entry of the base is
+called ``optimizer.exp_avg``: after the attribute that holds it. So it is saved, sharded and loaded as any other.
+"""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.step.lending import holders_of
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
+    """Return ``optimizer.state``; where it holds optimizers with state of their own, theirs joined to it."""
+    found: dict[str, torch.optim.Optimizer] = {}
+    for path, holder in holders_of(optimizer).items():
+        if all(holder.state is not other.state for other in found.values()):  # SAM shares its base's
+            found[path] = holder
+    return optimizer.state if len(found) == 1 else JoinedStates(found)
+
+
+class JoinedStates(MutableMapping[Any, Any]):
+    """By parameter the entries of all, live: :class:`JoinedEntries`. Other keys are strings, with a path before them.
+
+    Args:
+        holders: by path; the wrapped optimizer under "".
+    """
+
+    def __init__(self, holders: Mapping[str, torch.optim.Optimizer]) -> None:
+        self.holders = holders
+
+    def place_of(self, key: str) -> tuple[torch.optim.Optimizer, str]:
+        """Return who holds what is called ``key`` here, and its name there."""
+        path = max((path for path in self.holders if path and key.startswith(f"{path}.")), key=len, default="")
+        return self.holders[path], key[len(path) + 1 :] if path else key
+
+    def _place(self, key: Any) -> tuple[torch.optim.Optimizer, Any]:
+        return self.place_of(key) if isinstance(key, str) else (self.holders[""], key)
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, Tensor):
+            holder, name = self._place(key)
+            return holder.state[name]
+        if key not in self:
+            raise KeyError(key)
+        return JoinedEntries(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, Tensor):
+            return any(key in holder.state for holder in self.holders.values())
+        holder, name = self._place(key)
+        return name in holder.state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, Tensor) or not isinstance(value, Mapping):
+            holder, name = self._place(key)
+            holder.state[name] = value
+            return
+        parts: dict[int, dict[str, Any]] = {id(holder): {} for holder in self.holders.values()}
+        for name, entry in value.items():
+            holder, own = self.place_of(name)
+            parts[id(holder)][own] = entry
+        for holder in self.holders.values():
+            if parts[id(holder)] or key in holder.state:
+                holder.state[key] = parts[id(holder)]
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        if not isinstance(key, Tensor):
+            holder, name = self._place(key)
+            del holder.state[name]
+            return
+        for holder in self.holders.values():
+            holder.state.pop(key, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        seen: set[int] = set()
+        for path, holder in self.holders.items():
+            for key in list(holder.state):
+                if isinstance(key, Tensor):
+                    if id(key) not in seen:
+                        seen.add(id(key))
+                        yield key
+                else:
+                    yield f"{path}.{key}" if path else key
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def replace(self, states: Mapping[Any, Any]) -> None:
+        """Hold ``states`` in place of all that is held."""
+        taken = {key: dict(value) if isinstance(key, Tensor) else value for key, value in states.items()}
+        self.clear()
+        self.update(taken)
+
+
+class JoinedEntries(MutableMapping[str, Any]):
+    """The entries of one parameter, live; those of an optimizer that another holds have its path before their names."""
+
+    def __init__(self, states: JoinedStates, param: Tensor) -> None:
+        self._states, self._param = states, param
+
+    def __getitem__(self, name: str) -> Any:
+        holder, own = self._states.place_of(name)
+        if self._param not in holder.state:
+            raise KeyError(name)
+        return holder.state[self._param][own]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        holder, own = self._states.place_of(name)
+        if self._param not in holder.state:
+            holder.state[self._param] = {}
+        holder.state[self._param][own] = value
+
+    def __delitem__(self, name: str) -> None:
+        holder, own = self._states.place_of(name)
+        del holder.state[self._param][own]
+
+    def __iter__(self) -> Iterator[str]:
+        for path, holder in self._states.holders.items():
+            for name in list(holder.state[self._param]) if self._param in holder.state else ():
+                yield f"{path}.{name}" if path else name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
