@@ -13,6 +13,7 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
 from megascale.parallel import ParallelGroups
 from megascale.state.live_state import LiveState, Plan
+from megascale.step import ownership
 from megascale.step.arguments import check_grad_scaler, require_values
 from megascale.step.description import described
 from megascale.step.main_grads import lent_main_params
@@ -140,7 +141,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_scaler(self) -> MegatronGradScaler | None:
-        """The scaler of the loss. May be set between steps, on all ranks alike."""
+        """The scaler of the loss. May be set between steps, on all ranks alike; it is moved to :attr:`device`."""
         return self.recipe.grad_scaler
 
     @grad_scaler.setter
@@ -148,6 +149,12 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         check_grad_scaler(value)
         for part in self.parts():
             require_scaler(part.config, value)
+        if value is not None:
+            if self.device.type != "meta":  # a move to meta would erase its state
+                value.to(self.device)
+            value.backend = self.parts()[0].backend
+            for part in self.parts():
+                ownership.record_user(part, value)
         for one in (self, *self.parts()):
             one.recipe.grad_scaler = value
 

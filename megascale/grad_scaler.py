@@ -43,6 +43,9 @@ class MegatronGradScaler(ABC):
     backend: TorchDecisions | Backend = TorchDecisions()
     """Computes the update; an optimizer replaces it by its own backend."""
 
+    serves_steps_apart = False
+    """Whether optimizers that step apart may share it: :meth:`update` then leaves the scale as it is."""
+
     def __init__(self, initial_scale: float, *, device: torch.device | str | None = None) -> None:
         self.initial_scale = validate.scale("initial_scale", initial_scale)
         self._scale = torch.full((1,), self.initial_scale, dtype=torch.float32, device=device or "cpu")

@@ -113,16 +113,13 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         )
         are_scaled = validate.flag("grads_are_scaled", grads_are_scaled)
         self.recipe = StepRecipe([self._member], self.groups, None, self.config.clip_grad, grads_are_scaled=are_scaled)
-        has_values = self.device.type != "meta"  # a move to meta would erase the scaler's state
-        self.grad_scaler = grad_scaler.to(self.device) if grad_scaler is not None and has_values else grad_scaler
-        if self.grad_scaler is not None:
-            self.grad_scaler.backend = self.backend
         self._replicas_may_differ = replicas_may_differ
         self._require_same(0)
         self._member.sync_from_model()
         self._member.unverified_params.clear()
-        ownership.record(self, optimizer, self.grad_scaler)
-        if has_values:
+        ownership.record(self, optimizer)
+        self.grad_scaler = grad_scaler
+        if self.device.type != "meta":
             announce.on_first_rank(self._summary)
 
     def _summary(self) -> str:

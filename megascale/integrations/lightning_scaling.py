@@ -34,6 +34,8 @@ class PerBatchScaler(MegatronGradScaler):
         self.initial_scale = scaler.initial_scale
         self._found_inf: Tensor | None = None
 
+    serves_steps_apart = True
+
     scale = _of_scaler("scale")
     live_scale = _of_scaler("live_scale")
     inv_scale = _of_scaler("inv_scale")

@@ -32,22 +32,23 @@ def check_unwrapped(inner: torch.optim.Optimizer) -> None:
         )
 
 
-def record(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, scaler: MegatronGradScaler | None) -> None:
-    """Remember, weakly, that ``wrapper`` wraps ``inner`` and updates ``scaler``."""
+def record(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Remember, weakly, that ``wrapper`` wraps ``inner``."""
     _wrappers[inner] = ref(wrapper)
-    if scaler is not None:
-        _users.setdefault(scaler, WeakSet()).add(wrapper)
+
+
+def record_user(wrapper: torch.optim.Optimizer, scaler: MegatronGradScaler) -> None:
+    """Remember, weakly, that the steps of ``wrapper`` update ``scaler``."""
+    _users.setdefault(scaler, WeakSet()).add(wrapper)
 
 
 def scaler_conflict(
     scaler: MegatronGradScaler | None, stepping: Collection[torch.optim.Optimizer]
 ) -> UsageError | None:
     """Return an error if an optimizer that is not in ``stepping`` would update ``scaler`` too."""
-    if scaler is None or scaler not in _users:
+    if scaler is None or scaler.serves_steps_apart:
         return None
     users = _users[scaler]
-    for one in stepping:
-        users.add(one)
     if len(users) == len(stepping):
         return None
     gc.collect()

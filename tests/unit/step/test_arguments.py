@@ -85,6 +85,53 @@ def test_a_scaler_put_into_an_optimizer_later_counts_too() -> None:
     assert first.step() is not None
 
 
+@pytest.mark.parametrize("assigned", [(0, 1), (0,), (1,)], ids=["both", "first", "second"])
+def test_no_step_updates_a_shared_scaler(assigned: tuple[int, ...]) -> None:
+    """However it came to both, by a constructor or later, each step of either is refused, and the scale stays.
+
+    Put into both it was updated by each; put into one, by the other one's first step.
+    """
+    scaler = ConstantGradScaler(2.0)
+    optimizers = [
+        MixedPrecisionOptimizer(
+            _sgd(model()), None, DynamicGradScaler() if index in assigned else scaler, grads_are_scaled=True
+        )
+        for index in range(2)
+    ]
+    for index in assigned:
+        optimizers[index].grad_scaler = scaler
+    for optimizer in optimizers:
+        with pytest.raises(UsageError, match="is shared with another"):
+            optimizer.step()
+    optimizers[1].grad_scaler = DynamicGradScaler()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+class _Moved(DynamicGradScaler):
+    """Notes where it is moved to."""
+
+    place: Any = None
+
+    def to(self, device: Any) -> DynamicGradScaler:
+        """Move, and note it."""
+        self.place = device
+        super().to(device)
+        return self
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_scaler_put_into_an_optimizer_later_is_as_one_of_its_constructor(chained: bool) -> None:
+    """It is on the optimizer's device, and the optimizer's backend updates it."""
+    first, later = _Moved(), _Moved()
+    optimizer: Any = MixedPrecisionOptimizer(_sgd(model()), None, first, grads_are_scaled=True)
+    target: Any = ChainedOptimizer([optimizer]) if chained else optimizer
+    target.grad_scaler = later
+    assert optimizer.grad_scaler is target.grad_scaler is later
+    assert later.backend is first.backend is optimizer.backend
+    assert later.place == first.place == optimizer.device
+
+
 def test_a_scaler_that_does_not_fit_is_refused_later_too() -> None:
     """Assigning ``grad_scaler`` has the constructor's rules, for a chain as well; nothing has changed."""
     optimizer = MixedPrecisionOptimizer(_sgd(model()), None, DynamicGradScaler(), grads_are_scaled=True)
