@@ -91,13 +91,15 @@ def test_no_step_updates_a_shared_scaler(assigned: tuple[int, ...]) -> None:
 
     Put into both it was updated by each; put into one, by the other one's first step.
     """
-    scaler = ConstantGradScaler(2.0)
+    scaler, modules = ConstantGradScaler(2.0), [model(), model()]
     optimizers = [
         MixedPrecisionOptimizer(
-            _sgd(model()), None, DynamicGradScaler() if index in assigned else scaler, grads_are_scaled=True
+            _sgd(module), None, DynamicGradScaler() if index in assigned else scaler, grads_are_scaled=True
         )
-        for index in range(2)
+        for index, module in enumerate(modules)
     ]
+    for module in modules:
+        set_grads(module, 0)
     for index in assigned:
         optimizers[index].grad_scaler = scaler
     for optimizer in optimizers:
