@@ -167,8 +167,8 @@ class ChainedOptimizer(MegascaleOptimizer):
         unexpected = sorted((states.keys() | mains.keys()).difference(known))
         if unexpected and strict:
             raise StateDictError(
-                f"state dict has parameters that no optimizer has: {listed(unexpected)}; load with strict=False to "
-                "take only what both sides have"
+                f"state dict has parameters that no optimizer has: {listed(unexpected)}; build the same "
+                "optimizers over the same parameters; strict=False takes those that both sides have"
             )
         fits = len(groups) == len(self.param_groups)
         if not fits and strict:
