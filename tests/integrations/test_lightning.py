@@ -112,6 +112,33 @@ def test_adapters_and_8_bit_moments(kind: str, tmp_path: Path) -> None:
     assert_same(run.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
 
 
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
+def test_a_checkpoint_of_a_run_without_the_plugin_goes_on(precision: str, tmp_path: Path) -> None:
+    """Weights are main params, moments a torch optimizer's. It was refused, with the advice to start without them."""
+    plain = Regression(seed=1)
+    saved = pl.Trainer(
+        logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=1, max_epochs=1
+    )
+    saved.fit(plain, loader())
+    saved.save_checkpoint(tmp_path / "plain")
+
+    class Noting(Regression):
+        def on_train_start(self) -> None:
+            optimizer = cast(Any, self.trainer.optimizers[0])
+            self.found = dict(optimizer.state_dict()["optimizer"]["state"])
+            self.mains = {name: main.clone() for name, main in optimizer.main_params()}
+
+    module = Noting()
+    run = trainer(MegascalePrecision(precision), max_epochs=2)
+    run.fit(module, loader(), ckpt_path=tmp_path / "plain")
+    dtype = {"16-true": torch.float16, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+    for (name, param), other in zip(plain.named_parameters(), module.found.values(), strict=True):
+        assert bits_equal(module.mains[name], param.detach().to(dtype).float())
+        for key, value in cast(Any, saved.optimizers[0]).state[param].items():
+            assert bits_equal(other[key], value)
+    assert len(module.rows) == len(loader())
+
+
 def test_clipping_bites() -> None:
     """The limits of the tests above are below the gradients: other limits train other parameters."""
     states = [

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, cast_model
 from megascale.debug import report_overflows
-from megascale.errors import ArgumentError, InnerStepError, UsageError
+from megascale.errors import ArgumentError, InnerStepError, StateDictError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.rollout import rollout_weights
 from megascale.utils import collectives
@@ -182,6 +182,12 @@ def _zero1_state_on_one_rank() -> None:
     _on_the_first_rank(optimizer.state_dict)
 
 
+def _fewer_positions() -> None:
+    saved = MixedPrecisionOptimizer(torch.optim.AdamW(_model().parameters())).state_dict()
+    more = cast_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.bfloat16)
+    MixedPrecisionOptimizer(torch.optim.AdamW(more.named_parameters())).load_state_dict(saved)
+
+
 def _on_the_first_rank(call: Callable[[], Any]) -> None:
     """Make a call on one rank, whose process group waits for a fraction of a second, not for half an hour."""
     with pytest.MonkeyPatch.context() as patch:
@@ -205,6 +211,7 @@ ROWS = [
     Refusal("overflow reports of another model", _reports_on_another_model, ArgumentError, _LAST),
     Refusal("rollout_weights on one rank", _rollout_on_one_rank, UsageError, "Call it on every rank", 2, True),
     Refusal("ZeRO-1's state_dict on one rank", _zero1_state_on_one_rank, UsageError, "Call it on every rank", 2, True),
+    Refusal("a state dict of fewer positions", _fewer_positions, StateDictError, "in the same param groups"),
     Refusal("SOAP or Shampoo under FSDP2", _whole_matrices_under_fsdp2, InnerStepError, "shard='parameters'", 2),
     Refusal("8-bit AdamW of torchao", _low_bit_moments_of_torchao, ArgumentError, "exp_avg_sq_dtype=torch.uint8"),
     Refusal("LAMB's norm, by parameters", _one_norm_by_parameters, ArgumentError, "pass clip_grad=1.0", 2),
