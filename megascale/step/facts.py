@@ -8,7 +8,6 @@ Of tensors only those in host memory are compared, but for the first values of n
 device.
 """
 
-import numbers
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,8 +15,6 @@ from dataclasses import fields
 from functools import lru_cache
 from itertools import chain
 from typing import Any
-
-from torch import Tensor
 
 from megascale.config import StepConfig
 from megascale.grad_scaler import MegatronGradScaler
@@ -29,6 +26,7 @@ from megascale.step.consensus import Kind, StepFacts, Topic
 from megascale.step.local_grads import Collected
 from megascale.step.member import StepMember
 from megascale.utils.collectives import group_ranks
+from megascale.utils.comparable import comparable, number_in
 from megascale.utils.consensus import Facts
 
 _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -103,7 +101,7 @@ class FactsOfSteps:
         if self._configs is None:  # they are frozen
             self._configs = dict(chain.from_iterable(map(_of_config, members, _holders(members))))
         updates = dict(chain.from_iterable(map(_of_update, members, _holders(members))))
-        return {"clip_grad": _comparable(clip_grad), **self._configs, **updates}
+        return {"clip_grad": comparable(clip_grad), **self._configs, **updates}
 
     def _find_groups(self, members: Sequence[StepMember]) -> None:
         """Find anew which param groups hold which parameters, if a list of a member's parameters is another one."""
@@ -143,15 +141,15 @@ def _counts(members: Sequence[StepMember], times_replaced: int, call: str) -> Fa
 def _of_scaler(scaler: MegatronGradScaler | None) -> Facts:
     """Return the rule of a scaler, and its scale where that lies in host memory."""
     return {
-        "grad_scaler (its rule, and the state that was loaded)": scaler and _comparable(scaler.settings()),
-        "the loss scale": scaler and _number_in(scaler.live_scale),
+        "grad_scaler (its rule, and the state that was loaded)": scaler and comparable(scaler.settings()),
+        "the loss scale": scaler and number_in(scaler.live_scale),
     }
 
 
 def _of_config(member: StepMember, holder: str) -> list[tuple[str, Any]]:
     values = ((name, getattr(member.config, name)) for name in _STEP_FIELDS)
     return [
-        (f"{holder}config.{name}", _comparable(value) if type(value) in (int, float) else value)
+        (f"{holder}config.{name}", comparable(value) if type(value) in (int, float) else value)
         for name, value in values
     ]
 
@@ -167,9 +165,9 @@ def _of_update(member: StepMember, holder: str) -> list[tuple[str, Any]]:
     return [
         (
             f"the divisor given to {holder}grad_sync.set_divisor()",
-            _comparable(sync.divisor if isinstance(sync, GradSync) else None),
+            comparable(sync.divisor if isinstance(sync, GradSync) else None),
         ),
-        (f"{holder}optimizer_offload_fraction", _comparable(member.main_params.offload_fraction)),
+        (f"{holder}optimizer_offload_fraction", comparable(member.main_params.offload_fraction)),
         (f"how {holder or 'the '}optimizer updates", arithmetic),
     ]
 
@@ -183,37 +181,13 @@ def _options(members: Sequence[StepMember]) -> dict[bool, dict[str, Any]]:
             own = found.setdefault(is_expert(group["params"][0]), {})
             for name in (*defaults, *_BESIDE_DEFAULTS):
                 if name not in _NOT_COMPARED:
-                    own[_option(name, index)] = _comparable(group.get(name))
+                    own[_option(name, index)] = comparable(group.get(name))
     return found
 
 
 @lru_cache(maxsize=4096)
 def _option(name: str, index: int) -> str:
     return f"{name} of param group {index}"
-
-
-def _comparable(value: Any) -> Any:
-    """Return an option's value if it is numbers or words, in one form for equal ones; None for anything else."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, numbers.Real):
-        try:
-            return float(value) + 0.0  # -0.0 becomes 0.0
-        except OverflowError:  # an integer that is too large
-            return repr(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_comparable, value))
-    return _number_in(value) if isinstance(value, Tensor) else None
-
-
-def _number_in(value: Tensor) -> float | str:
-    """Return the number that a tensor holds in host memory; else where it is, as the host must not wait."""
-    if value.device.type == "cpu" and value.numel() == 1:
-        try:
-            return float(value.detach().double().numpy().reshape(()))
-        except (RuntimeError, TypeError):  # a tensor without memory of its own, such as a fake one
-            pass
-    return f"a tensor on {value.device.type}"
 
 
 def _known_as(param: MainParam) -> str:
