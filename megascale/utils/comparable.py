@@ -74,7 +74,8 @@ def _of_array(value: np.ndarray[Any, Any]) -> Any:
     if value.size <= _LARGEST_SHOWN or value.dtype.hasobject:
         return comparable(value.tolist())
     kind = "complex128" if value.dtype.kind == "c" else "float64" if value.dtype.kind in "biuf" else value.dtype
-    return f"values of shape {value.shape} and digest {blake2b(value.astype(kind).tobytes(), digest_size=8).hexdigest()}"
+    digest = blake2b(value.astype(kind).tobytes(), digest_size=8).hexdigest()
+    return f"values of shape {value.shape} and digest {digest}"
 
 
 def _of_items(value: Mapping[Any, Any]) -> dict[str, Any]:
