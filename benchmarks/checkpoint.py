@@ -5,11 +5,10 @@
 
 fp16 parameters with fp32 main params and AdamW's moments: 14 bytes a parameter. All contenders save the same state, one
 after the other in every round, each into an empty folder after all earlier writes have reached the disk, and each waits
-until its own bytes have. Ours adds checksums, and is a Checkpointer's second or later save, as in training; its first
-also plans. An asynchronous save is timed until it returns: training goes on then. A ratio is taken within each round:
-what slows the disk slows both. Seconds on a processor are those of rank 0's process: they do not grow with what else
-the machine does. ``--out FILE.md`` also writes every round to FILE.csv. ``--skip`` is for 20,000 tensors, where
-torch.distributed.checkpoint takes most of the time.
+until its own bytes have. Ours adds checksums. An asynchronous save is timed until it returns: training goes on then. A
+ratio is taken within each round: what slows the disk slows both. Seconds on a processor are those of rank 0's process:
+they do not grow with what else the machine does. ``--out FILE.md`` also writes every round to FILE.csv. ``--skip`` is
+for 20,000 tensors, where torch.distributed.checkpoint takes most of the time.
 
 ``--ranks N``: N processes over gloo, which share the threads, hold the same state, as under DistributedDataParallel.
 Ours and torch.distributed.checkpoint save on all of them, and ours compares them; torch.save and the bare bytes are
@@ -114,9 +113,6 @@ def contenders(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callable[
             for tensor in saved.tensors():
                 stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def ours_first(folder: Path) -> None:
-        Checkpointer(folder).save(1, saved.model, saved.optimizer)
-
     held: dict[bool, Checkpointer] = {}
 
     def ours(folder: Path, *, async_save: bool = False) -> None:
@@ -130,7 +126,6 @@ def contenders(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callable[
         "torch.distributed.checkpoint.save": (by_dcp, lambda: None),
         "bytes alone, fsync": (on_first_rank(bytes_alone), lambda: None),
         "megascale, asynchronous: until it returns": (partial(ours, async_save=True), lambda: held[True].wait()),
-        "megascale, a Checkpointer's first save": (ours_first, lambda: None),
     }
 
 

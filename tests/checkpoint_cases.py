@@ -1,13 +1,10 @@
 """What the checkpoint tests share: a small model under MixedPrecisionOptimizer, and bitwise comparison."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer
 
@@ -55,11 +52,6 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
     return [] if repr(left) == repr(right) else [f"{path}: {left!r} against {right!r}"]
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Torch's own index of a checkpoint, read by torch."""
-    return FileSystemReader(folder).read_metadata()
-
-
 def message_of(kind: type[Exception], function: Callable[[], Any]) -> str:
     """The message of the error that ``function`` must raise, of exactly that class."""
     try:
@@ -74,8 +66,9 @@ def message_of(kind: type[Exception], function: Callable[[], Any]) -> str:
 def _same_bits(left: Tensor, right: Tensor) -> bool:
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    return _bits(left) == _bits(right)
+    return bits_of(left) == bits_of(right)
 
 
-def _bits(tensor: Tensor) -> bytes:
+def bits_of(tensor: Tensor) -> bytes:
+    """The bytes of a tensor's elements, row-major."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()

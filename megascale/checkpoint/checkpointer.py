@@ -4,29 +4,29 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from megascale.checkpoint import directory as folders
-from megascale.checkpoint import storage
 from megascale.checkpoint.agreement import gathered, named, raise_on_all_ranks
-from megascale.checkpoint.cached_flattener import CachedFlattener
 from megascale.checkpoint.contents import Contents, SavedOptimizer, check_types, collect
-from megascale.checkpoint.fingerprint import fingerprint
+from megascale.checkpoint.files import write_file
 from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree
-from megascale.checkpoint.staging import Staging
+from megascale.checkpoint.planner import HostMemory, PlannedSave
 from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
 from megascale.utils import call_site, validate, wording
-from megascale.utils.collectives import all_gather_object, broadcast_object, group_rank, group_size, twin_group
+from megascale.utils.collectives import broadcast_object, group_rank, group_size, twin_group
 from megascale.utils.consensus import first_other_rank
 from megascale.utils.progress import progress_bar
 from megascale.utils.spelling import names_arguments, names_keywords
@@ -74,9 +74,7 @@ class Checkpointer:
         self._groups = ParallelGroups.of(groups)
         self._group = self._groups.grad_stats
         self._background = _Background()
-        self._staging = Staging()
-        self._planning = storage.Planning()
-        self._nests: dict[str, CachedFlattener] = {}
+        self._memory = HostMemory()
         # The background thread has its own group, as its collectives must not interleave with training's.
         self._background_group: ProcessGroup | None = None
 
@@ -115,17 +113,18 @@ class Checkpointer:
         with named("save the checkpoint"):
             contents, rank_trees = self._agreed_contents(step, model, optimizer, user_state, rank_state)
             folder = self._begin(step)
+            manifest = Manifest(step, group_size(self._group), contents.trees, rank_trees)
             with self._removed_on_error(folder):
-                planned = self._planning.plan(contents.tensors, folder, self._group, contents.revision)
+                planned = PlannedSave(contents.tensors, self._group)
                 if not self.async_save:
-                    return self._finish(step, planned, contents.trees, rank_trees, self._group)
+                    return self._finish(planned, manifest, folder, self._group)
                 with raise_on_all_ranks("copy the checkpoint to host memory", self._group):
-                    planned.stage(self._staging)
+                    planned.stage(self._memory)
         group = self._thread_group()
 
         def finish() -> None:
             with named("save the checkpoint in the background"), self._removed_on_error(folder):
-                self._finish(step, planned, contents.trees, rank_trees, group)
+                self._finish(planned, manifest, folder, group)
 
         self._background.start(finish)
         return folders.path_of(self.directory, step)
@@ -183,37 +182,30 @@ class Checkpointer:
             lives = [] if optimizer is None else optimizer.live_states()
         for live in lives:
             live.share_forms()
-        collected: list[tuple[Contents, dict[str, Tensor]]] = []
+        collected: list[Contents] = []
 
-        def look() -> tuple[dict[str, int], Tree, str]:
-            rank = group_rank(self._group)
-            contents = collect(model, optimizer, user_state, rank_state, rank, self._groups, self._nests)
+        def look() -> tuple[dict[str, int], Tree, dict[str, Any]]:
+            contents = collect(model, optimizer, user_state, rank_state, group_rank(self._group), self._groups)
             compares = self.check_replicas and group_size(self._group) > 1
-            held = contents.replicated(model) if compares else {}
-            collected.append((contents, held))
-            return {"step": step, **contents.digest}, contents.rank_tree, fingerprint(held.values())
+            collected.append(contents)
+            replicas = digests(contents.replicated(model)) if compares else {}
+            return {"step": step, **contents.digest}, contents.rank_tree, replicas
 
         seen = gathered("collect the state", look, self._group)
-        [(contents, held)] = collected
         if other := first_other_rank([digest for digest, _, _ in seen]):
             rank, parts = other
             raise CheckpointError(
                 f"rank {rank} saves another {' and '.join(parts)} than rank 0 (names, shapes, dtypes or plain values "
                 "differ); pass the same on every rank, and what differs by design as rank_state"
             )
-        if any(own != seen[0][2] for _, _, own in seen):
-            self._raise_differing(all_gather_object(digests(held), self._group))
-        return contents, [tree for _, tree, _ in seen]
-
-    def _raise_differing(self, sums: Sequence[Mapping[str, Any]]) -> None:
-        """Raise CheckpointError naming tensors that differ between ranks. ``sums``: each rank's checksums by name."""
-        if other := first_other_rank(sums):
+        if other := first_other_rank([replicas for _, _, replicas in seen]):
             rank, parted = other
             raise CheckpointError(
                 f"rank {rank} holds other values than rank 0 of {listed(parted)}: the replicas have diverged, and "
                 "a checkpoint stores only one of them; reduce their gradients (DistributedDataParallel, or a "
                 "GradSync), or pass check_replicas=False to save the first rank's"
             )
+        return collected[0], [tree for _, tree, _ in seen]
 
     def _begin(self, step: int) -> Path:
         def create() -> Path | None:
@@ -228,42 +220,27 @@ class Checkpointer:
                 )
         return folder
 
-    def _finish(
-        self,
-        step: int,
-        planned: storage.PlannedWrite,
-        trees: dict[str, Tree],
-        rank_trees: list[Tree],
-        group: ProcessGroup | None,
-    ) -> Path:
-        """Write this rank's file, and rename the folder to its final name once every rank has written."""
-        is_shown = self.progress and not self.async_save and planned.rank == 0
-        with (
-            raise_on_all_ranks(f"write {planned.folder}", group),
-            progress_bar("saving", planned.nbytes, wanted=is_shown),
-        ):
-            written = planned.write()
-        gathered = all_gather_object(written, group)
-        with raise_on_all_ranks(f"complete {planned.folder}", group):
-            if planned.rank == 0:
-                marks = planned.write_metadata([places for places, _ in gathered])
-                for _, rank_marks in gathered:
-                    marks.update(rank_marks)
-                manifest = Manifest(step, group_size(group), trees, rank_trees, marks, planned.pieces.index)
-                manifest.write(planned.folder)
-                folders.commit(planned.folder, self.directory, step)
-        planned.pieces.reduce(index_is_kept=all(places is None for places, _ in gathered))
+    def _finish(self, planned: PlannedSave, manifest: Manifest, folder: Path, group: ProcessGroup | None) -> Path:
+        """Write this rank's file; once every rank has, write the manifest and give the folder its final name."""
+        is_first = group_rank(group) == 0
+        path = folder / f"rank_{group_rank(group):05d}.safetensors"
+        shown = self.progress and not self.async_save and is_first
+        with progress_bar("saving", planned.nbytes, wanted=shown):
+            files = gathered(f"write {folder}", lambda: write_file(path, planned), group)
+        with raise_on_all_ranks(f"complete {folder}", group):
+            if is_first:
+                replace(manifest, files=dict(ChainMap(*files))).write(folder)
+                folders.commit(folder, self.directory, manifest.step)
         with raise_on_all_ranks("remove old checkpoints", group):
-            if planned.rank == 0 and self.keep_last is not None:
-                folders.prune(self.directory, self.keep_last, step)
-        return folders.path_of(self.directory, step)
+            if is_first and self.keep_last is not None:
+                folders.prune(self.directory, self.keep_last, manifest.step)
+        return folders.path_of(self.directory, manifest.step)
 
     @contextlib.contextmanager
     def _removed_on_error(self, folder: Path) -> Iterator[None]:
         try:
             yield
         except Exception:
-            self._planning.forget()
             if group_rank(self._group) == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -302,7 +279,7 @@ class _Background:
         self._thread: threading.Thread | None = None
         self._failure = UnraisedError(_warn_of_failure)
 
-    def start(self, work: Any) -> None:
+    def start(self, work: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 work()

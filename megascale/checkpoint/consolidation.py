@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megascale.checkpoint import directory as folders
-from megascale.checkpoint import remainders, storage
+from megascale.checkpoint import remainders
 from megascale.checkpoint.agreement import named
 from megascale.checkpoint.contents import MAIN_PARAMS, PARAM_NAMES, tree_of
-from megascale.checkpoint.index import read_index
+from megascale.checkpoint.files import PlannedRead
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, join, leaves, unflatten
 from megascale.checkpoint.read_targets import ReadTargets
@@ -68,13 +67,12 @@ def consolidate(
         manifest = Manifest.read(folder)
         with progress_bar("verifying", manifest.nbytes(part=0, parts=1), wanted=progress):
             manifest.verify(folder, part=0, parts=1)
-        metadata = read_index(folder, manifest)
         parts = ["model", "optimizer"] if optimizer else ["model"]
         with progress_bar("reading", sum(map(_nbytes, [tree_of(manifest, part) for part in parts])), wanted=progress):
-            weights = _weights(folder, manifest, metadata, dtype)
+            weights = _weights(folder, manifest, dtype)
             content: dict[str, Any] = weights
             if optimizer:
-                state = _read_nest(folder, manifest, metadata, tree_of(manifest, "optimizer"))
+                state = _read_nest(folder, manifest, tree_of(manifest, "optimizer"))
                 content = {"model": weights, "optimizer": state, "step": manifest.step}
         with atomic_write(target, overwrite=overwrite) as unnamed:
             torch_save(content, unnamed, wanted=progress)
@@ -85,10 +83,10 @@ def _nbytes(tree: Tree) -> int:
     return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in leaves(tree))
 
 
-def _weights(folder: Path, manifest: Manifest, metadata: Metadata, dtype: torch.dtype | None) -> dict[str, Any]:
+def _weights(folder: Path, manifest: Manifest, dtype: torch.dtype | None) -> dict[str, Any]:
     tree = manifest.trees["model"]
     if dtype is None:
-        weights: dict[str, Any] = _read_nest(folder, manifest, metadata, tree)
+        weights: dict[str, Any] = _read_nest(folder, manifest, tree)
         return weights
     names = unflatten(manifest.trees.get(PARAM_NAMES, {"dict": []}), {})
     mains = {key: saved for key, _, saved in leaves(manifest.trees.get("optimizer"))}
@@ -98,16 +96,16 @@ def _weights(folder: Path, manifest: Manifest, metadata: Metadata, dtype: torch.
         for key, shape, saved in leaves(node):
             source, stored = (main, mains[main]) if main in mains else (key, saved)
             read = {source: torch.empty(shape, dtype=stored, device="cpu")}
-            storage.plan_read(folder, metadata, read).read()
-            remainders.decode_(folder, manifest, metadata, read)
+            PlannedRead(folder, manifest, read).read()
+            remainders.decode_(folder, manifest, read)
             value = read[source]
             tensors[key] = value.to(dtype) if value.is_floating_point() else value
     converted: dict[str, Any] = unflatten(tree, tensors)
     return converted
 
 
-def _read_nest(folder: Path, manifest: Manifest, metadata: Metadata, tree: Tree) -> Any:
+def _read_nest(folder: Path, manifest: Manifest, tree: Tree) -> Any:
     templates = ReadTargets().templates(tree)
-    storage.plan_read(folder, metadata, templates).read()
-    remainders.decode_(folder, manifest, metadata, templates)
+    PlannedRead(folder, manifest, templates).read()
+    remainders.decode_(folder, manifest, templates)
     return unflatten(tree, templates)

@@ -1,5 +1,7 @@
 """Collects the contents of a checkpoint, and checks saved contents before anything live changes."""
 
+import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -9,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale.checkpoint.cached_flattener import CachedFlattener
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
 from megascale.errors import ArgumentTypeError, CheckpointError, listed
@@ -68,14 +69,12 @@ class Contents:
         rank_tree: of this rank's own state.
         tensors: by key.
         digest: a checksum of names, shapes, dtypes and primitives for each part that all ranks must agree on.
-        revision: a number that changes whenever the tensors' keys, order, shapes, dtypes or placements do.
     """
 
     trees: dict[str, Tree]
     rank_tree: Tree
     tensors: dict[str, Tensor]
     digest: dict[str, int]
-    revision: dict[str, int]
 
     def replicated(self, model: nn.Module) -> dict[str, Tensor]:
         """Return tensors that every rank holds whole and with equal values: parameters, main params, optimizer state.
@@ -99,12 +98,8 @@ def collect(
     rank_state: Any,
     rank: int,
     groups: ParallelGroups,
-    nests: dict[str, CachedFlattener],
 ) -> Contents:
-    """Flatten everything to be saved. Raises ArgumentError or ArgumentTypeError for what a checkpoint cannot hold.
-
-    ``nests``: of the save before, by part; empty for the first. They are brought up to date.
-    """
+    """Flatten everything to be saved. Raises ArgumentError or ArgumentTypeError for what a checkpoint cannot hold."""
     check_types(model, optimizer)
     _refuse_local_shards(model, groups)
     parts: dict[str, Any] = {}
@@ -123,11 +118,12 @@ def collect(
     trees: dict[str, Tree] = {}
     tensors: dict[str, Tensor] = {}
     for part, nest in {**parts, own: rank_state}.items():
-        trees[part], found = nests.setdefault(part, CachedFlattener(part)).flatten(nest)
+        trees[part], found = flatten(nest, part)
         tensors.update(found)
     rank_tree = trees.pop(own)
-    digest = {part: nests[part].crc32() for part in trees}
-    return Contents(trees, rank_tree, tensors, digest, {part: nests[part].revision for part in (*trees, own)})
+    # JSON is what the manifest holds: NaN and -0.0 are told apart there.
+    digest = {part: zlib.crc32(json.dumps(tree).encode()) for part, tree in trees.items()}
+    return Contents(trees, rank_tree, tensors, digest)
 
 
 def check_types(model: nn.Module, optimizer: SavedOptimizer | None) -> None:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.checkpoint import directory as folders
-from megascale.checkpoint import remainders, renaming, storage
+from megascale.checkpoint import remainders, renaming
 from megascale.checkpoint.agreement import named, raise_on_all_ranks
 from megascale.checkpoint.contents import (
     SavedOptimizer,
@@ -27,7 +27,7 @@ from megascale.checkpoint.contents import (
     model_tree,
     tree_of,
 )
-from megascale.checkpoint.index import read_index
+from megascale.checkpoint.files import PlannedRead
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, unflatten
 from megascale.checkpoint.read_targets import ReadTargets
@@ -147,7 +147,7 @@ class _Staged:
     optimizer_state: dict[str, Any] | None
     user_state: Any
     rank_state: Any
-    in_place: storage.PlannedRead | None
+    in_place: PlannedRead | None
     problems: tuple[str, ...]
 
 
@@ -183,7 +183,7 @@ def _stage(
 
     Raises CheckpointError if it does not fit the model, StateDictError if it does not fit the optimizer.
     """
-    manifest, metadata = renaming.under_live_names(manifest, read_index(folder, manifest), model, optimizer)
+    manifest = renaming.under_live_names(manifest, model, optimizer)
     names, problems = compare_model(manifest, model)
     if problems and strict:
         raise CheckpointError(
@@ -207,10 +207,10 @@ def _stage(
         templates.update(destination.templates(tree))
     in_place = {key: template for key, template in templates.items() if destination.is_live(key, template)}
     new = {key: templates[key] for key in templates.keys() - in_place.keys()}
-    planned = storage.plan_read(folder, metadata, new)
+    planned = PlannedRead(folder, manifest, new)
     with progress_bar("reading", planned.nbytes, wanted=is_shown):
         planned.read()
-    remainders.decode_(folder, manifest, metadata, templates)
+    remainders.decode_(folder, manifest, templates)
     nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
     if optimizer is not None:
         _leave_to_optimizer(nests["model"], nests["optimizer"]["main_params"], optimizer, model)
@@ -221,7 +221,7 @@ def _stage(
         optimizer_state=nests.get("optimizer"),
         user_state=nests["user"],
         rank_state=nests["rank"],
-        in_place=storage.plan_read(folder, metadata, in_place) if in_place else None,
+        in_place=PlannedRead(folder, manifest, in_place) if in_place else None,
         problems=tuple(problems),
     )
 
@@ -257,7 +257,7 @@ def _load_optimizer(
     folder: Path,
     optimizer: SavedOptimizer,
     state_dict: dict[str, Any],
-    in_place: storage.PlannedRead | None,
+    in_place: PlannedRead | None,
     strict: bool,
     is_shown: bool,
     group: ProcessGroup | None,

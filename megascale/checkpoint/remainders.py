@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from megascale.checkpoint import storage
 from megascale.checkpoint.contents import MAIN_PARAMS, PARAM_NAMES
+from megascale.checkpoint.files import PlannedRead
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import join, leaves, unflatten
 from megascale.errors import CheckpointError
@@ -26,7 +25,7 @@ def is_remainder(key: str, dtype: torch.dtype) -> bool:
     return dtype == REMAINDER_DTYPE and key.startswith(f"{MAIN_PARAMS}/")
 
 
-def decode_(folder: Path, manifest: Manifest, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
+def decode_(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
     """Replace remainders among ``tensors``, read from a checkpoint, by main params in fp32, placed alike.
 
     ``tensors``: by the keys of the saved ones: whole tensors, DTensors or ParamShards.
@@ -45,7 +44,7 @@ def decode_(folder: Path, manifest: Manifest, metadata: Metadata, tensors: dict[
             )
         weight_key, dtype = saved[key]
         weights[key] = weight_key, _like(remainder, dtype)
-    storage.plan_read(folder, metadata, dict(weights.values())).read()
+    PlannedRead(folder, manifest, dict(weights.values())).read()
     for key, (_, weight) in weights.items():
         tensors[key] = _decoded(weight, tensors[key])
 

@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megascale.checkpoint.contents import PARAM_NAMES, SavedOptimizer, model_state
 from megascale.checkpoint.manifest import Manifest
@@ -25,10 +24,8 @@ _BY_NAME = (("optimizer", "state"), ("main_params",))
 """Places in the optimizer's part of dicts that are keyed by the names of parameters."""
 
 
-def under_live_names(
-    manifest: Manifest, metadata: Metadata, model: nn.Module, optimizer: SavedOptimizer | None
-) -> tuple[Manifest, Metadata]:
-    """Return the manifest and torch's index as if the checkpoint had been saved under the names that are live here.
+def under_live_names(manifest: Manifest, model: nn.Module, optimizer: SavedOptimizer | None) -> Manifest:
+    """Return the manifest as if the checkpoint had been saved under the names that are live here.
 
     Args:
         optimizer: None if its state is not to be loaded.
@@ -47,14 +44,18 @@ def under_live_names(
         saved, what = _names_by_group(manifest), "the checkpoint's optimizer state"
         of_optimizer = by_position(saved, live, what) or renames(_optimizer_names(manifest), [*chain(*live)], what)
     if not of_model and not of_optimizer:
-        return manifest, metadata
+        return manifest
     keys: dict[str, str] = {}
     trees = dict(manifest.trees)
     trees["model"] = _renamed_keys(trees["model"], of_model, "model", keys)
     if of_optimizer:
         trees["optimizer"] = _renamed_optimizer(trees["optimizer"], of_optimizer, keys)
     trees[PARAM_NAMES] = _renamed_names(manifest, of_model, of_optimizer)
-    return replace(manifest, trees=trees), _renamed_index(metadata, keys)
+    files = {
+        name: replace(file, pieces=[(keys.get(piece[0], piece[0]), *piece[1:]) for piece in file.pieces])
+        for name, file in manifest.files.items()
+    }
+    return replace(manifest, trees=trees, files=files)
 
 
 def _names(tree: Tree) -> list[Any]:
@@ -145,12 +146,3 @@ def _renamed_names(manifest: Manifest, of_model: Mapping[str, str], of_optimizer
         own = saved.get(name, name)
         pairs.append([of_model.get(name, name), of_optimizer.get(own, own)])
     return {"dict": [pair for pair in pairs if pair[0] != pair[1]]}
-
-
-def _renamed_index(metadata: Metadata, keys: Mapping[str, str]) -> Metadata:
-    stored = {keys.get(key, key): value for key, value in metadata.state_dict_metadata.items()}
-    places = {
-        replace(index, fqn=keys.get(index.fqn, index.fqn)): place
-        for index, place in (metadata.storage_data or {}).items()
-    }
-    return replace(metadata, state_dict_metadata=stored, storage_data=places)

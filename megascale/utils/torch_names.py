@@ -62,7 +62,6 @@ NAMES = (
     TorchName("torch._fused_adam_", "Adam of the backend `torch`"),
     TorchName("torch._fused_adamw_", "AdamW of the backend `torch`"),
     TorchName("torch._fused_sgd_", "SGD of the backend `torch`"),
-    TorchName("torch._utils._flatten_dense_tensors", "joins small tensors for a fingerprint, in one call"),
     TorchName(
         "torch._subclasses.fake_tensor.FakeTensor", "a step inside a FakeTensorMode is refused on real parameters"
     ),
@@ -178,11 +177,6 @@ NAMES = (
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
         "which rows of a DTensor a rank has, for the groups of 8-bit moments",
         "an ImportError that names it, when an optimizer with 8-bit moments is built on DTensors",
-    ),
-    TorchName(
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "the index of a checkpoint has it",
-        "`import megascale.checkpoint` fails and names it",
     ),
     # Files of torch.save
     TorchName("torch._utils._rebuild_tensor_v2", "files of torch.save name it; makes their tensors"),

@@ -11,9 +11,10 @@ from torch.distributed.fsdp import fully_shard
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
+from megascale.checkpoint.manifest import Manifest
 from megascale.errors import StateDictError
 from megascale.grad_sync import GradSync
-from tests.checkpoint_cases import differences, message_of, read_metadata, state_of
+from tests.checkpoint_cases import differences, message_of, state_of
 from tests.distributed.test_compact_shards import CODES, build, train
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -89,7 +90,7 @@ def _kinds(sharding: str, directory: Path) -> tuple[str, list[str]]:
     model, optimizer = build(sharding, dtypes=HELD)
     train(model, optimizer, 0, 1)
     path = Checkpointer(directory).save(1, model, optimizer)
-    saved = read_metadata(path).state_dict_metadata["optimizer/main_params/wide.weight"]
+    saved = Manifest.read(path).metadata.state_dict_metadata["optimizer/main_params/wide.weight"]
     assert isinstance(saved, TensorStorageMetadata)
     held = optimizer.pack(copy=False, decode=False)
     return str(saved.properties.dtype), [message_of(StateDictError, lambda: optimizer.load_state_dict(held))]

@@ -1,6 +1,5 @@
 """Checkpoints of DistributedOptimizer: every rank writes its own shard, and any number of ranks reads them back."""
 
-import pickletools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import ChainedOptimizer, DistributedOptimizer, MixedPrecisionOptimizer, ParallelGroups
-from megascale.checkpoint import Checkpointer, storage
+from megascale.checkpoint import Checkpointer
+from megascale.checkpoint.files import PlannedRead
 from megascale.errors import CheckpointError
 from tests.checkpoint_cases import differences, message_of, state_of
 from tests.distributed.test_distributed_optimizer import INNER, SIZES, batch, config_of, scaler
@@ -175,11 +175,11 @@ def _own_file(directory: Path) -> tuple[int, int]:
     model, optimizer = _wide(0)
     path = Checkpointer(directory).save(0, model, optimizer)
     owned = sum(main.numel() for _, main in optimizer.main_params())
-    return owned, (path / f"__{dist.get_rank()}_0.distcp").stat().st_size
+    return owned, (path / f"rank_{dist.get_rank():05d}.safetensors").stat().st_size
 
 
 def test_every_rank_writes_what_it_owns(ranks: RankPool, tmp_path: Path) -> None:
-    """No gather, and nothing twice: 14 bytes for each element that a rank owns, and what torch.save adds."""
+    """No gather, and nothing twice: 14 bytes for each element that a rank owns, and a header."""
     for owned, size in ranks.run(2, _own_file, tmp_path):
         assert owned < 650_000
         assert 14 * owned < size < 14 * owned + 300_000
@@ -223,7 +223,7 @@ def test_rank_that_owns_nothing(ranks: RankPool, tmp_path: Path) -> None:
     assert [lines for _, lines in results] == [[], [], []]
 
 
-def _hybrid(directory: Path) -> tuple[list[str], int]:
+def _hybrid(directory: Path) -> tuple[list[str], bool]:
     groups = hybrid_groups()
 
     def make(seed: int) -> tuple[nn.Module, DistributedOptimizer]:
@@ -239,15 +239,15 @@ def _hybrid(directory: Path) -> tuple[list[str], int]:
     path = Checkpointer(directory).save(4, model, optimizer)
     fresh, loaded = make(1)
     Checkpointer(directory).load(fresh, loaded)
-    size = (path / f"__{dist.get_rank()}_0.distcp").stat().st_size
-    return differences(full(model, optimizer), full(fresh, loaded)), size
+    writes = (path / f"rank_{dist.get_rank():05d}.safetensors").exists()
+    return differences(full(model, optimizer), full(fresh, loaded)), writes
 
 
 def test_hybrid_replicas_are_written_once(ranks: RankPool, tmp_path: Path) -> None:
     """Ranks 2 and 3 hold the shards of ranks 0 and 1, and write nothing of them."""
     results = ranks.run(4, _hybrid, tmp_path)
     assert [lines for lines, _ in results] == [[]] * 4
-    assert [size > 0 for _, size in results] == [True, True, False, False]
+    assert [writes for _, writes in results] == [True, True, False, False]
 
 
 def _chained(directory: Path) -> list[str]:
@@ -283,7 +283,7 @@ def test_chained_optimizer(ranks: RankPool, tmp_path: Path) -> None:
 def _without_pickles(directory: Path) -> dict[str, Any]:
     """Load where torch's readers of pickles raise; ranks still exchange objects."""
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((torch, "load"), (pickletools, "genops"), (FileSystemReader, "read_metadata")):
+        for owner, name in ((torch, "load"), (FileSystemReader, "read_metadata")):
             patch.setattr(owner, name, lambda *_, **__: pytest.fail("a pickle was opened"))
         model, optimizer = build(1)
         Checkpointer(directory).load(model, optimizer)
@@ -291,7 +291,7 @@ def _without_pickles(directory: Path) -> dict[str, Any]:
 
 
 def test_shards_are_read_without_a_pickle(ranks: RankPool, tmp_path: Path) -> None:
-    """Each rank finds its part of every piece by the manifest, and takes the bytes from the archives."""
+    """Each rank finds its part of every piece by the manifest, and takes the bytes from the files."""
     saved = ranks.run(2, save, tmp_path, FP16, "adamw")
     loaded = ranks.run(2, _without_pickles, tmp_path)
     assert differences(loaded, saved) == []
@@ -306,15 +306,15 @@ def _broken_read(directory: Path, late: bool) -> tuple[str, list[str], list[str]
     before = full(model, optimizer)
     patch = pytest.MonkeyPatch()
     reads: list[int] = []
-    read = storage.PlannedRead.read
+    read = PlannedRead.read
 
-    def fail(planned: storage.PlannedRead) -> None:
+    def fail(planned: PlannedRead) -> None:
         reads.append(1)
         if dist.get_rank() == dist.get_world_size() - 1 and len(reads) == 1 + late:
             raise OSError("disk gone")
         read(planned)
 
-    patch.setattr(storage.PlannedRead, "read", fail)
+    patch.setattr(PlannedRead, "read", fail)
     message = message_of(CheckpointError, lambda: Checkpointer(directory).load(model, optimizer))
     patch.undo()
     changed = differences(before["optimizer"], optimizer.state_dict())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.checkpoint.staging import Staging
+from megascale.checkpoint.planner import HostMemory
 from megascale.host_view import HostView
 from tests.training import INNER, Bag, bits_equal
 
@@ -64,5 +64,5 @@ def test_staged_copies_are_behind_the_callers_stream() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(CYCLES)
         torch._foreach_add_(live[:-1], 1.0)
-        held = Staging().copied(live)
+        held = HostMemory().copied(live)
     assert all(torch.equal(there, torch.ones(3)) for there in held)

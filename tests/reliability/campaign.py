@@ -43,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims of kills")
-    parser.add_argument("--stride", type=int, default=1, help="flip a bit of every so manieth byte of metadata")
+    parser.add_argument("--stride", type=int, default=1, help="flip a bit of every so manieth byte of the manifest")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     started, found = time.monotonic(), []

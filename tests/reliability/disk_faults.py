@@ -61,7 +61,7 @@ def _remove_when_written(disk: Path) -> None:
     pending = [disk]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and pending and str(arguments[0]).endswith(".distcp"):
+        if event == "open" and pending and str(arguments[0]).endswith(".safetensors"):
             shutil.rmtree(pending.pop() / "checkpoints")
 
     sys.addaudithook(hook)

@@ -17,7 +17,7 @@ from megascale.errors import CheckpointError
 from tests.distributed.test_distributed_optimizer import INNER, config_of, flat, net, same, scaler, weights
 from tests.reliability.faults import Fault
 
-METADATA, MANIFEST = ".metadata", "megascale.json"
+MANIFEST = "megascale.json"
 
 
 def _build(seed: int) -> tuple[nn.Module, MixedPrecisionOptimizer]:
@@ -73,11 +73,11 @@ class Damage:
 
 
 def flipped_bytes(directory: Path, stride: int) -> Iterator[Fault]:
-    """Flip a bit of every ``stride``-th byte of metadata and manifest, and of every 16th of these of the data."""
+    """Flip a bit of every ``stride``-th byte of the manifest, and of every 16th of these of the data."""
     damage = Damage(directory)
     for path in damage.files:
         whole = path.read_bytes()
-        is_data = path.name not in (METADATA, MANIFEST)
+        is_data = path.name != MANIFEST
         kind = "data" if is_data else path.name
         for place in range(0, len(whole), 16 * stride if is_data else stride):
             changed = bytearray(whole)
@@ -118,7 +118,7 @@ def wrong_contents(directory: Path) -> Iterator[Fault]:
     shutil.rmtree(other.folder)
     save(directory / "other", 2, *other.live)
     for path in damage.files:
-        kind = path.name if path.name in (METADATA, MANIFEST) else "data"
+        kind = path.name if path.name == MANIFEST else "data"
         for name, content in CONTENTS.items():
             yield Fault("files", f"{kind} is {name}", *damage.outcome(path, content(path.read_bytes())))
         foreign = (other.folder / path.name).read_bytes()

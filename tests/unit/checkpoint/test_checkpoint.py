@@ -110,7 +110,7 @@ def test_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
     """The next save removes them, so that they do not fill the disk."""
     stale = tmp_path / ".step_00000001.incomplete-0123abcd"
     stale.mkdir()
-    (stale / "__0_0.distcp").write_bytes(b"half")
+    (stale / "rank_00000.safetensors").write_bytes(b"half")
     model, _ = build(0)
     save(tmp_path, 2, model)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megascale.checkpoint import Checkpointer, latest, load, save, storage
-from megascale.checkpoint.archive_writing import write_archives
+from megascale.checkpoint import Checkpointer, latest, load, save
+from megascale.checkpoint import checkpointer as module
+from megascale.checkpoint.files import write_file
+from megascale.checkpoint.planner import HostMemory
 from megascale.errors import CheckpointError
 from tests.checkpoint_cases import build, differences, state_of, train
 
@@ -40,18 +43,18 @@ def test_steps_before_the_write_change_nothing_of_it(tmp_path: Path, monkeypatch
 
     def late(*arguments: Any) -> Any:
         assert trained.wait(60)
-        return write_archives(*arguments)
+        return write_file(*arguments)
 
-    monkeypatch.setattr(storage, "write_archives", late)
-    checkpointer = Checkpointer(tmp_path / "late", async_save=True)
+    monkeypatch.setattr(module, "write_file", late)
+    saver = Checkpointer(tmp_path / "late", async_save=True)
     for step in (1, 2):
         trained.set()
         save(tmp_path / "at once", step, model, optimizer)
         trained.clear()
-        checkpointer.save(step, model, optimizer)
+        saver.save(step, model, optimizer)
         train(model, optimizer, step, step + 2)
         trained.set()
-        checkpointer.wait()
+        saver.wait()
     for step in (1, 2):
         late_files, files = (
             {path.name: path.read_bytes() for path in (tmp_path / name / f"step_{step:08d}").iterdir()}
@@ -145,3 +148,17 @@ def test_synchronous_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(CheckpointError, match="No space left on device"):
             Checkpointer(tmp_path).save(1, model, optimizer)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_of_copies_is_kept() -> None:
+    """The next save copies into it; another shape or dtype gets memory of its own. Copies are row-major."""
+    memory = HostMemory()
+    live = [torch.arange(6.0).view(2, 3).t(), torch.ones(2, dtype=torch.float16)]
+    first = memory.copied(live)
+    assert [one.is_contiguous() for one in first] == [True, True]
+    live[0].add_(1)
+    second = memory.copied([live[0], torch.ones(3, dtype=torch.float16), torch.zeros(())])
+    assert second[0].data_ptr() == first[0].data_ptr()
+    assert torch.equal(second[0], live[0])
+    assert [tuple(one.shape) for one in second[1:]] == [(3,), ()]
+    assert memory.copied(live[:1])[0].data_ptr() == first[0].data_ptr()

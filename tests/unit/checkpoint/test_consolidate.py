@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer, consolidate
 from megascale.checkpoint.__main__ import main
+from megascale.checkpoint.manifest import Manifest
 from megascale.errors import ArgumentError, ArgumentTypeError, CheckpointError
-from tests.checkpoint_cases import build, differences, read_metadata, state_of, train
+from tests.checkpoint_cases import build, differences, state_of, train
 from tests.pool import RankPool
 
 
@@ -68,7 +69,7 @@ def test_main_params_that_are_remainders(tmp_path: Path) -> None:
         model(torch.randn(2, 30).bfloat16()).float().square().mean().backward()
         optimizer.step()
     path = Checkpointer(tmp_path / "run").save(3, model, optimizer)
-    saved = read_metadata(path).state_dict_metadata["optimizer/main_params/weight"]
+    saved = Manifest.read(path).metadata.state_dict_metadata["optimizer/main_params/weight"]
     assert isinstance(saved, TensorStorageMetadata)
     assert saved.properties.dtype == torch.int16
     mains = optimizer.state_dict()["main_params"]
@@ -209,7 +210,7 @@ def _no_optimizer(directory: Path) -> None:
 
 def _damaged(directory: Path) -> None:
     _saved(directory)
-    data = directory / "step_00000003" / "__0_0.distcp"
+    data = directory / "step_00000003" / "rank_00000.safetensors"
     data.write_bytes(data.read_bytes()[:-1] + b"?")
 
 
@@ -217,7 +218,7 @@ def _damaged(directory: Path) -> None:
     ("prepare", "message"),
     [
         (_no_optimizer, r"the checkpoint of step 3 holds no optimizer state; it has model"),
-        (_damaged, r"__0_0.distcp is damaged: its checksum does not fit"),
+        (_damaged, r"rank_00000.safetensors is damaged: its checksum does not fit"),
     ],
 )
 def test_checkpoint_that_will_not_do(tmp_path: Path, prepare: Callable[[Path], object], message: str) -> None:
@@ -279,7 +280,7 @@ def test_listing_of_all_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert _listed(output) == dict.fromkeys("234", ("1", "complete")) | {"10": ("1", "complete, latest")}
     size = sum(file.stat().st_size for file in (tmp_path / "step_00000010").iterdir())
     assert f"{size / 1024:.1f} KiB" in output
-    data = {step: tmp_path / f"step_{step:08d}" / "__0_0.distcp" for step in (2, 3, 4)}
+    data = {step: tmp_path / f"step_{step:08d}" / "rank_00000.safetensors" for step in (2, 3, 4)}
     data[2].write_bytes(data[2].read_bytes()[:-1])
     data[3].write_bytes(data[3].read_bytes()[:-1] + b"?")
     (data[4].parent / "megascale.json").write_text("{")

@@ -1,4 +1,4 @@
-"""Digests of parameters: what ranks compare, and what a checkpoint's fingerprint is made of."""
+"""Digests of parameters: what ranks compare, also before a save."""
 
 import struct
 
@@ -16,7 +16,7 @@ def test_digest_is_two_sums_over_the_bits(dtype: torch.dtype) -> None:
 
 
 def test_sums_of_a_digest_are_modulo_two_to_the_64th() -> None:
-    """They stand in saved fingerprints: sums of negative numbers and of large ones stay as they are."""
+    """Sums of negative numbers and of large ones stay as they are."""
     values = [1.0, -2.5, -0.0]
     bits = [struct.unpack("<q", struct.pack("<d", value))[0] for value in values]
     plain, weighted = sum(bits) % 2**64, sum(place * each for place, each in enumerate(bits, 1)) % 2**64

@@ -13,13 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megascale.checkpoint import storage
-from megascale.checkpoint.storage import PlannedWrite, WritePlan, _SavePlanner, _Writer
+from megascale.checkpoint.files import PlannedRead, write_file
+from megascale.checkpoint.manifest import DataFile, Manifest
+from megascale.checkpoint.nest import flatten
+from megascale.checkpoint.planner import PlannedSave
 from megascale.errors import ArgumentError, UsageError
 from megascale.main_params.shard import ParamShard, boxes_of
-from tests.checkpoint_cases import read_metadata
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -54,20 +56,28 @@ def _resharding(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[int]]
     return shape, [0, *sorted(draw(ends)), math.prod(shape)], [0, *sorted(draw(ends)), math.prod(shape)]
 
 
-def _write(folder: Path, pieces: list[ParamShard]) -> None:
+class _Planned(PlannedSave):
+    """A rank's part of a plan that is made for all ranks in this process."""
+
+    def __init__(self, piece: ParamShard, is_first: bool) -> None:
+        DefaultSavePlanner.__init__(
+            self, flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+        )
+        self._copies = None
+        self.set_up_planner({"w": piece}, None, is_coordinator=is_first)
+
+
+def _write(folder: Path, pieces: list[ParamShard]) -> Manifest:
     """Write ``pieces`` under the name "w" as so many ranks do, in this process."""
-    planners = [_SavePlanner() for _ in pieces]
-    writers = [_Writer(folder) for _ in pieces]
-    local = []
-    for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
-        writer.set_up_storage_writer(rank == 0)
-        planner.set_up_planner({"w": pieces[rank]}, writer.storage_meta(), is_coordinator=rank == 0)
-        local.append(writer.prepare_local_plan(planner.create_local_plan()))
-    plans, metadata = planners[0].create_global_plan(local)
-    plans = writers[0].prepare_global_plan(plans)
-    own = [WritePlan("", planner.finish_plan(plan), metadata) for planner, plan in zip(planners, plans, strict=True)]
-    saves = [PlannedWrite(folder, rank, plan, plan.live({"w": pieces[rank]})) for rank, plan in enumerate(own)]
-    saves[0].write_metadata([save.write()[0] for save in saves])
+    planned = [_Planned(piece, rank == 0) for rank, piece in enumerate(pieces)]
+    plans, _ = planned[0].create_global_plan([one.create_local_plan() for one in planned])
+    files: dict[str, DataFile] = {}
+    for rank, (one, plan) in enumerate(zip(planned, plans, strict=True)):
+        one.plan = one.finish_plan(plan)
+        files |= write_file(folder / f"rank_{rank}.safetensors", one)
+    tree, _ = flatten(pieces[0], "w")
+    Manifest(1, len(pieces), {"w": tree}, [None] * len(pieces), files).write(folder)
+    return Manifest.read(folder)
 
 
 @settings(deadline=None, max_examples=40)
@@ -81,13 +91,12 @@ def test_any_cut_is_read_back_by_any_other(
     flat = whole.reshape(-1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _write(folder, [ParamShard(flat[a:b], shape, a) for a, b in pairwise(written)])
-        metadata = read_metadata(folder)
+        manifest = _write(folder, [ParamShard(flat[a:b], shape, a) for a, b in pairwise(written)])
         shards = [ParamShard(torch.empty(b - a, dtype=dtype), shape, a) for a, b in pairwise(wanted)]
         for shard in shards:
-            storage.plan_read(folder, metadata, {"w": shard}).read()
+            PlannedRead(folder, manifest, {"w": shard}).read()
         got = torch.empty(shape, dtype=dtype)
-        storage.plan_read(folder, metadata, {"w": got}).read()
+        PlannedRead(folder, manifest, {"w": got}).read()
     assert torch.equal(torch.cat([shard.piece for shard in shards]), flat)
     assert torch.equal(got, whole)
 
@@ -95,20 +104,19 @@ def test_any_cut_is_read_back_by_any_other(
 def test_same_box_on_two_ranks_is_written_once(tmp_path: Path) -> None:
     """Hybrid sharding: two ranks hold the same range, one file holds it."""
     flat = torch.randn(12)
-    _write(tmp_path, [ParamShard(flat[a:b], (3, 4), a) for a, b in [(0, 7), (7, 12), (0, 7), (7, 12)]])
-    files = sorted(path.name for path in tmp_path.glob("__*") if path.stat().st_size)
-    assert files == ["__0_0.distcp", "__1_0.distcp"]
+    manifest = _write(tmp_path, [ParamShard(flat[a:b], (3, 4), a) for a, b in [(0, 7), (7, 12), (0, 7), (7, 12)]])
+    assert sorted(manifest.files) == ["rank_0.safetensors", "rank_1.safetensors"]
     got = torch.empty(3, 4)
-    storage.plan_read(tmp_path, read_metadata(tmp_path), {"w": got}).read()
+    PlannedRead(tmp_path, manifest, {"w": got}).read()
     assert torch.equal(got.flatten(), flat)
 
 
 def test_read_goes_into_the_piece_itself(tmp_path: Path) -> None:
     """Nothing but the range changes, and the piece keeps its memory."""
-    _write(tmp_path, [ParamShard(torch.arange(12.0), (3, 4), 0)])
+    manifest = _write(tmp_path, [ParamShard(torch.arange(12.0), (3, 4), 0)])
     memory = torch.full((9,), -1.0)
     shard = ParamShard(memory[2:7], (3, 4), 3)
-    storage.plan_read(tmp_path, read_metadata(tmp_path), {"w": shard}).read()
+    PlannedRead(tmp_path, manifest, {"w": shard}).read()
     assert memory.tolist() == [-1, -1, 3, 4, 5, 6, 7, -1, -1]
 
 
