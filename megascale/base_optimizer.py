@@ -13,6 +13,7 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
 from megascale.parallel import ParallelGroups
 from megascale.state.live_state import LiveState, Plan
+from megascale.state.torch_layout import require_one_layout
 from megascale.step import ownership
 from megascale.step.arguments import check_grad_scaler, require_values
 from megascale.step.description import described
@@ -67,6 +68,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             UsageError: for a closure; for gradients of a loss that was not scaled, or that differ between ranks which
                 hold the same parameters; for gradients that have changed since :meth:`prepare_grads`.
             GradientError: for a sparse gradient, naming the parameter.
+            StateDictError: in the first step, for an option of a param group that a state dict cannot hold.
             MainParamOverflowError: for a main param that rounds to inf in fp16, naming the parameter.
 
         All ranks raise at the same step: at once, or one step late where the host would have to wait for the device.
@@ -333,7 +335,9 @@ class MegascaleOptimizer(torch.optim.Optimizer):
     # State
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return all state, by parameter name: tensors and primitives only, the same keys on every rank.
+        """Return all state, by parameter name: tensors, numbers, strings, dtypes and devices only.
+
+        It has the same keys on every rank, and the same types however long the program has run.
 
         The functions of ``torch.distributed.checkpoint.state_dict`` take it too: :mod:`megascale.state.torch_layout`.
         ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
@@ -393,6 +397,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         try:
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = pre_hook(self, state_dict) or state_dict
+            require_one_layout(state_dict)
             planned = [(live, live.plan(part, strict=strict)) for live, part in self.live_parts(state_dict, strict)]
         except Exception as caught:  # any failure of one rank must reach the others
             error = caught

@@ -7,6 +7,7 @@ steps landed before it, exactly.
 """
 
 import copy
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,15 +28,21 @@ from megascale.host_view import HostView
 from megascale.landed.learning_rates import GroupRates, number_of, takes_rates_on_device
 from megascale.landed.steps import StepOutcomes
 from megascale.utils.graph_breaks import methods_outside_of_graphs
+from megascale.utils.nests import are_equal
+from megascale.utils.portable import LEAVES, plain
 from megascale.utils.spelling import names_arguments
 
+_OWN = frozenset(("scheduler", "optimizer", "_outcomes", "_rates", "_view", "_pending"))
+"""The attributes of a LandedLRScheduler; all others are those of the schedule in it."""
+_ABSENT = object()
 
-class _Position(NamedTuple):
-    """A snapshot of a schedule: its state dict, its rates, and each group's other options."""
 
-    state: dict[str, Any]
+class _Advance(NamedTuple):
+    """An advance that is taken back if its step was skipped: the schedule's state before and after, rates before."""
+
+    before: dict[str, Any]
+    after: dict[str, Any]
     rates: list[float]
-    options: list[dict[str, Any]]
 
 
 @names_arguments
@@ -62,7 +69,8 @@ class LandedLRScheduler(LRScheduler):
     A param group that is added later follows the schedule from its own rate. OneCycleLR, CyclicLR, SWALR and a list of
     functions have one entry per group: with these, a later group raises UsageError.
 
-    All other attributes (``last_epoch``, ``base_lrs``, ...) are the wrapped scheduler's; reading one waits too.
+    All other attributes (``last_epoch``, ``base_lrs``, ...) are the wrapped scheduler's; reading or setting one waits
+    too. After a skipped step only what the advance itself has changed is as it was before.
 
     Args:
         scheduler: any of torch's but ReduceLROnPlateau, which follows a metric and not steps. Step it through the
@@ -83,7 +91,7 @@ class LandedLRScheduler(LRScheduler):
         self._outcomes = StepOutcomes(optimizer)
         self._rates = GroupRates(optimizer)
         self._view = HostView()
-        self._before: _Position | None = None
+        self._pending: _Advance | None = None
 
     def __repr__(self) -> str:
         epoch = vars(self.scheduler).get("last_epoch")
@@ -103,7 +111,7 @@ class LandedLRScheduler(LRScheduler):
         self._undo_if_skipped(self._view.push({"landed": landed}))
         self._extend_to_new_groups()
         self._rates.pull()
-        before = self._before = self._position()
+        state, rates, options = _copied(self.scheduler.state_dict()), list(self._rates.numbers), self._other_options()
         on_device = landed if takes_rates_on_device(self.optimizer) and isinstance(landed, Tensor) else None
         must_wait = on_device is None
         if must_wait and not self._has_landed():
@@ -112,16 +120,17 @@ class LandedLRScheduler(LRScheduler):
             self._advance()
         except Exception:
             has_landed = must_wait or self._has_landed()
-            self._return_to(before)
+            self._return_to(state, rates, options)
             if has_landed:
                 raise
             return
-        if on_device is not None and self._other_options() == before.options:
-            self._rates.select(on_device, before.rates)
+        if on_device is not None and self._other_options() == options:
+            self._pending = _Advance(state, _copied(self.scheduler.state_dict()), rates)
+            self._rates.select(on_device, rates)
         elif must_wait or self._has_landed():
             self._rates.push()
         else:
-            self._return_to(before)
+            self._return_to(state, rates, options)
 
     def get_last_lr(self) -> list[float | Tensor]:
         """Return the rate of each param group for the next step: exact, copies, on the device where the rates are."""
@@ -129,7 +138,7 @@ class LandedLRScheduler(LRScheduler):
 
     def known_lr(self) -> list[float]:
         """Return the rate of each param group as the host knows it without waiting: at most one step old."""
-        return list(self._rates.numbers if self._before is None else self._before.rates)
+        return list(self._rates.numbers if self._pending is None else self._pending.rates)
 
     def get_lr(self) -> list[float | Tensor]:
         """See :meth:`torch.optim.lr_scheduler.LRScheduler.get_lr`."""
@@ -142,7 +151,7 @@ class LandedLRScheduler(LRScheduler):
         It is torch's own format: it loads into the bare scheduler too, and that one's loads here.
         """
         self._catch_up()
-        return _copied(self.scheduler.state_dict())
+        return _plain(_copied(self.scheduler.state_dict()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned. The rates themselves are in the optimizer's state: load that too.
@@ -175,6 +184,14 @@ class LandedLRScheduler(LRScheduler):
         getattr(self.scheduler, name)
         self._catch_up()
         return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Methods that are replaced are the wrapper's: the schedule in it is stepped through them.
+        if name in _OWN or "scheduler" not in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+            return
+        self._catch_up()  # an advance that is taken back later would meet the new value
+        setattr(self.scheduler, name, value)
 
     def _advance(self) -> None:
         """Step the wrapped scheduler once, on numbers."""
@@ -212,34 +229,48 @@ class LandedLRScheduler(LRScheduler):
     def _has_landed(self) -> bool:
         """Wait, and return whether the step that was pushed last has landed."""
         heard = self._view.flush()
-        self._before = None
         return heard is not None and heard["landed"] != 0
 
     def _catch_up(self) -> None:
         self._undo_if_skipped(self._view.flush())
 
     def _undo_if_skipped(self, heard: dict[str, float] | None) -> None:
-        """Undo an advance that was made for a skipped step. The device's rates have not followed it."""
-        before, self._before = self._before, None
-        if before is not None and heard is not None and heard["landed"] == 0:
-            self._return_to(before)
+        """Undo an advance that was made for a skipped step: of rates and the schedule's state, it changed nothing else.
 
-    def _position(self) -> _Position:
-        return _Position(_copied(self.scheduler.state_dict()), list(self._rates.numbers), self._other_options())
+        The device's rates have not followed it. What the program has written since stays.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None and heard is not None and heard["landed"] == 0:
+            now = self.scheduler.state_dict()
+            self.scheduler.load_state_dict(_taken_back(now, pending.before, pending.after))
+            self._rates.numbers[: len(pending.rates)] = pending.rates
 
-    def _return_to(self, position: _Position) -> None:
-        self.scheduler.load_state_dict(position.state)
-        groups = self.optimizer.param_groups
-        added = self._rates.numbers[len(position.rates) : len(groups)]
-        self._rates.numbers = [*position.rates, *added]
-        for group, options in zip(groups, position.options, strict=False):
-            group.update(options)
+    def _return_to(self, state: dict[str, Any], rates: list[float], options: list[dict[str, Any]]) -> None:
+        """Undo an advance that was made just now."""
+        self.scheduler.load_state_dict(state)
+        self._rates.numbers = rates
+        for group, own in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(own)
 
     def _other_options(self) -> list[dict[str, Any]]:
         return [
             {key: value for key, value in group.items() if key not in ("params", "lr") and _is_plain(value)}
             for group in self.optimizer.param_groups
         ]
+
+
+def _taken_back(now: Any, before: Any, after: Any) -> Any:
+    """Return ``now`` with what changed from ``before`` to ``after`` as it was, but for what was changed again since."""
+    if type(now) is type(before) is type(after) is dict:
+        made = {
+            key: _taken_back(now.get(key, _ABSENT), before.get(key, _ABSENT), after.get(key, _ABSENT))
+            for key in {**before, **now}
+        }
+        return {key: value for key, value in made.items() if value is not _ABSENT}
+    kind = type(now)
+    if kind in (list, tuple) and kind is type(before) is type(after) and len(now) == len(before) == len(after):
+        return kind(map(_taken_back, now, before, after))
+    return before if are_equal(now, after) and not are_equal(before, after) else now
 
 
 def _check(scheduler: Any, optimizer: Any) -> torch.optim.Optimizer:
@@ -291,16 +322,25 @@ def _make_plain(scheduler: LRScheduler) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with numbers for tensors of one element: the same object where there are none."""
+    """Return ``value`` with Python's numbers for numpy's and for tensors of one element, as ``torch.load`` reads them.
+
+    The same object where there are none.
+    """
     if _is_scalar(value):
         return number_of(value)
-    if type(value) is dict:
-        made = {key: _plain(item) for key, item in value.items()}
-        return made if any(made[key] is not item for key, item in value.items()) else value
+    if isinstance(value, dict):
+        items = [(plain(key), _plain(item)) for key, item in value.items()]
+        if all(new[0] is old[0] and new[1] is old[1] for new, old in zip(items, value.items(), strict=True)):
+            return value
+        made = copy.copy(value)
+        made.clear()
+        for key, item in items:
+            made[key] = item
+        return made
     if type(value) in (list, tuple):
-        items = type(value)(map(_plain, value))
-        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    return value
+        parts = type(value)(map(_plain, value))
+        return parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value
+    return plain(value)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -311,7 +351,7 @@ def _is_plain(value: Any) -> bool:
     """Whether comparing ``value`` reads no tensor."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    return isinstance(plain(value), LEAVES)
 
 
 def _copied(value: Any) -> Any:
@@ -328,4 +368,5 @@ def _copied(value: Any) -> Any:
         return made
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
-    return copy.copy(value) if isinstance(value, (list, set)) else value
+    is_container = isinstance(value, (list, set, deque)) or hasattr(value, "__array__")
+    return copy.copy(value) if is_container else value

@@ -98,7 +98,8 @@ class Checkpointer:
             model: its ``state_dict()`` is saved, every tensor in its own dtype.
             optimizer: a MixedPrecisionOptimizer, whose grad scaler is part of its state; a DistributedOptimizer (or
                 ChainedOptimizer of them): every rank writes its own shard of main params, state and weights.
-            user_state: any nest of dicts, lists, tuples, tensors, bytes and primitives, the same on every rank.
+            user_state: any nest of dicts, lists, tuples, tensors, bytes, numbers, strings, dtypes and devices, the same
+                on every rank.
             rank_state: such a nest of this rank's own, such as its random number generators and data position. It is
                 loaded only at the same number of ranks, each its own; at another number ``load`` returns None for it on
                 every rank. So put what must survive that (samples seen, epoch) into ``user_state``, and seed each rank

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from megascale.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from megascale.utils.portable import PRIMITIVES, plain
 
 Tree: TypeAlias = Any
-"""JSON: a primitive stands for itself, everything else is an object of one key: dict, list, tuple, bytes or tensor.
+"""JSON: a primitive stands for itself, everything else is an object of one key, such as dict, list, bytes or tensor.
 
 JSON's arrays are tuples here until they are read from a file: Python's garbage collector stops to visit those.
 """
-
-PRIMITIVES = (type(None), bool, int, float, str)
 
 
 def flatten(nest: Any, name: str) -> tuple[Tree, dict[str, Tensor]]:
     """Split ``nest`` into a JSON tree and its tensors, which are not copied.
 
     Args:
-        nest: dicts, lists and tuples of tensors (strided, any device; DTensor too), bytes, None, bool, int, float, str.
-            Keys of dicts are str, int, float, bool or None.
+        nest: dicts, lists and tuples of tensors (strided, any device; DTensor too), bytes, None, bool, int, float, str,
+            dtypes and devices. Keys of dicts are str, int, float, bool or None. Numbers of numpy and members of enums
+            become Python's own.
         name: the nest's name, the first part of every tensor's key.
 
     Raises:
@@ -58,8 +58,8 @@ def join(path: str, key: Any) -> str:
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Tree:
     if isinstance(value, Mapping):
-        items = [(checked_key(key, path), _encode(item, join(path, key), tensors)) for key, item in value.items()]
-        return {"dict": tuple(items)}
+        items = [(checked_key(key, path), item) for key, item in value.items()]
+        return {"dict": tuple([(key, _encode(item, join(path, key), tensors)) for key, item in items])}
     if isinstance(value, (list, tuple)):
         items = [_encode(item, join(path, place), tensors) for place, item in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": tuple(items)}
@@ -71,8 +71,13 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Tree:
 
 def tree_of_leaf(value: Any, path: str) -> Tree:
     """Return the tree of a value that holds no others. Raises ArgumentError or ArgumentTypeError if it has none."""
+    value = plain(value)
     if isinstance(value, PRIMITIVES):
         return value
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
     if isinstance(value, Tensor):
         if not is_storable(value):
             raise ArgumentError(
@@ -84,14 +89,15 @@ def tree_of_leaf(value: Any, path: str) -> Tree:
         return {"bytes": base64.b64encode(value).decode()}
     raise ArgumentTypeError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds tensors, dicts, lists, "
-        "tuples, bytes, None, bool, int, float and str: convert it, e.g. a numpy array with torch.from_numpy"
+        "tuples, bytes, None, bool, int, float, str, dtypes and devices: convert it, e.g. a numpy array with "
+        "torch.from_numpy"
     )
 
 
 def checked_key(key: Any, path: str) -> Any:
     """Return a dict's key. Raises ArgumentTypeError if a checkpoint cannot hold it."""
-    if isinstance(key, PRIMITIVES):
-        return key
+    if isinstance(plain(key), PRIMITIVES):
+        return plain(key)
     raise ArgumentTypeError(
         f"{path} has the key {key!r} of type {type(key).__name__}; keys are str, int, float, bool or None"
     )
@@ -117,13 +123,15 @@ def _decode(tree: Tree, tensor_of: Callable[[dict[str, Any]], Any]) -> Any:
             return tuple([_decode(item, tensor_of) for item in content])
         case "bytes":
             return base64.b64decode(content)
+        case "dtype":
+            return _dtype(content)
+        case "device":
+            return torch.device(content)
     raise CheckpointError(f"the manifest holds {kind!r}, which this version of megascale does not know")
 
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(
-            f"the checkpoint holds a tensor of dtype {name!r}, which this torch {torch.__version__} lacks"
-        )
+        raise CheckpointError(f"the checkpoint holds the dtype {name!r}, which this torch {torch.__version__} lacks")
     return dtype

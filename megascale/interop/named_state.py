@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megascale.errors import InteropError, StateDictError
 from megascale.interop.records import InertRecord
-from megascale.state.schema import VERSION, portable
+from megascale.state.schema import VERSION
+from megascale.utils.portable import portable
 
 Names = Sequence[str] | Sequence[Sequence[str]]
 

@@ -118,5 +118,5 @@ def takes_rates_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def number_of(value: Any) -> float:
-    """Return a rate as a number: itself, or the value of a tensor, which the host reads."""
-    return value if isinstance(value, (int, float)) else float(value)
+    """Return a rate as Python's number: itself, or what a number of numpy or a tensor holds, which the host reads."""
+    return value if type(value) in (int, float) else float(value)

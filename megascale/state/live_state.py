@@ -21,6 +21,7 @@ from megascale.step.update import InnerUpdate
 from megascale.utils.dtensors import to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import map_tensors
+from megascale.utils.portable import portable
 
 
 @dataclass
@@ -94,13 +95,13 @@ class LiveState(HeldState):
             if main is not None:
                 # Tensors are left to main params, which know this rank's pieces of them.
                 others = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-                state |= portable_state.portable(others, where, copy=copy)
+                state |= portable(others, where, copy=copy)
                 if main.is_copy:
                     held = main.value() if decode else main.memory
                     mains[name] = self.main_params.export(main, {"": held}, copy=copy)[""]
                 states[name] = self.main_params.export_state(main, state, copy=copy)
             else:
-                states[name] = portable_state.portable(state, where, copy=copy)
+                states[name] = portable(state, where, copy=copy)
         return StateDict(
             optimizer={"state": states} | self._pack_options(names, copy=copy),
             main_params=mains,
@@ -134,7 +135,7 @@ class LiveState(HeldState):
         names = self.main_params.names(self.param_groups)
         self._pack_options(names, copy=False)
         return {
-            id(param): portable_state.portable(self.state.get(param, {}), f"state[{names[id(param)]!r}]", copy=False)
+            id(param): portable(self.state.get(param, {}), f"state[{names[id(param)]!r}]", copy=False)
             for param in self._params()
         }
 
@@ -263,8 +264,13 @@ class LiveState(HeldState):
         try:
             self.update.check_options({**live, **options})
             for key, value in options.items():
-                if _is_kept(live.get(key), value):
-                    options[key] = torch.as_tensor(value, device=live[key].device).reshape(live[key].shape)
+                held = live.get(key)
+                if isinstance(held, Tensor) and isinstance(value, (float, int)):
+                    options[key] = torch.full_like(held, value)  # a tensor of the default dtype would round it
+                elif isinstance(held, Tensor) and isinstance(value, Tensor):
+                    options[key] = value.to(held.device).reshape(held.shape)
+                elif isinstance(held, tuple) and hasattr(held, "_make"):
+                    options[key] = held._make(value)
         except Exception as error:  # whatever reads them
             raise StateDictError(
                 f"param_groups[{index}] of the state dict has options that no step could use: {error}; leave such an "
@@ -276,7 +282,7 @@ class LiveState(HeldState):
         """Return one parameter's state: of per-element tensors this rank's part, others copied to its device."""
         main = self.main_params.get(param)
         device = to_local(param if main is None else main.memory).device
-        placed = portable_state.portable(state, f"state[{name!r}]", copy=False)
+        placed = portable(state, f"state[{name!r}]", copy=False)
         own = self.main_params.own_state(param, placed)
         if own is not None:
             return own
@@ -342,7 +348,7 @@ class LiveState(HeldState):
         # Options before states, which are created as the options ask; main params before units are marked as written.
         for live, options in plan.options:
             for key, value in options.items():
-                if _is_kept(live.get(key), value):
+                if isinstance(live.get(key), Tensor) and isinstance(value, Tensor):
                     live[key].copy_(value)
                 else:
                     live[key] = value
@@ -368,11 +374,6 @@ class LiveState(HeldState):
         self.own.load(plan.own)
         for one, given in plan.loaded:
             one.load_state_dict(given)
-
-
-def _is_kept(live: Any, value: Any) -> bool:
-    """Return whether a live option is a tensor that takes over ``value`` in place."""
-    return isinstance(live, Tensor) and isinstance(value, (Tensor, float, int))
 
 
 def _counted(state: Any, required: Collection[str]) -> Any:

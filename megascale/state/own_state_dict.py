@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, StateDictError
 from megascale.main_params.main_param import MainParam
-from megascale.state.schema import PRIMITIVES, portable
 from megascale.step.lending import holders_of, lent
 from megascale.utils.nests import tensors_in
+from megascale.utils.portable import PRIMITIVES, portable
 
 _ITEMS = "items()"
 """The key of a dict's items, where its keys are no primitives."""
@@ -175,7 +175,8 @@ def _portable(value: Any, where: str, *, copy: bool) -> Any:
             _ITEMS: [[portable(key, f"{where} has the key {key!r}, which", copy=copy), item] for key, item in items]
         }
     if isinstance(value, (list, tuple)):
-        return type(value)([_portable(item, f"{where}[{i}]", copy=copy) for i, item in enumerate(value)])
+        items = [_portable(item, f"{where}[{i}]", copy=copy) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
     return portable(value, where, copy=copy)
 
 

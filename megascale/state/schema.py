@@ -1,8 +1,8 @@
 """The format of the optimizer's state dict, keyed by parameter name, and the checks of one to be loaded.
 
 ``{"optimizer": {"state": {name: {...}}, "param_groups": [...]}, "main_params": {name: tensor}, "grad_scaler": {...},
-"step_counts": {"landed": int, "skipped": int}, "version": 1}`` holds tensors and primitives only. A state dict without
-``step_counts``, as of another system, leaves the counts unchanged. With ``config.zclip`` there is
+"step_counts": {"landed": int, "skipped": int}, "version": 1}`` holds what :mod:`megascale.utils.portable` lists. A
+state dict without ``step_counts``, as of another system, leaves the counts unchanged. With ``config.zclip`` there is
 ``norm_statistics``, too: {"mean": float, "variance": float, "count": int}; a load takes it where both sides have it.
 State that the wrapped optimizer keeps for no
 parameter (``optimizer.state["global"]``) is ``["optimizer"]["shared_state"]``, present only if there is some: a list
@@ -28,9 +28,9 @@ from megascale.kernels.compact_moments import SCALE_SUFFIX, num_groups
 from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.rules import MOMENT_CODES
-from megascale.utils.autograd import detached
 from megascale.utils.dtensors import to_local
 from megascale.utils.param_names import by_position, renames
+from megascale.utils.portable import NO_OPTIONS, PRIMITIVES, plain, portable
 
 VERSION = 1
 KEYS = ("optimizer", "main_params", "grad_scaler", "version")
@@ -40,30 +40,18 @@ IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 SHARED_STATE = "shared_state"
 # Its key of what the wrapped optimizer's own state_dict() has beside state and groups.
 OWN_STATE_DICT = "state_dict()"
-PRIMITIVES = (bool, int, float, str, type(None))
-
-
-def portable(value: Any, where: str, *, copy: bool) -> Any:
-    """Return ``value`` as tensors and primitives, tensors detached and, with ``copy``, cloned.
-
-    Raises StateDictError naming ``where`` for anything that ``torch.load(weights_only=True)`` could not read.
-    """
-    if isinstance(value, Tensor):
-        return value.detach().clone() if copy else detached(value)
-    if isinstance(value, PRIMITIVES):
-        return value
-    if isinstance(value, (list, tuple)):
-        return type(value)([portable(item, f"{where}[{i}]", copy=copy) for i, item in enumerate(value)])
-    if isinstance(value, Mapping):
-        return {key: portable(item, f"{where}[{key!r}]", copy=copy) for key, item in value.items()}
-    raise StateDictError(
-        f"{where} is a {type(value).__name__}, which a state dict cannot hold; keep tensors, numbers and strings there"
-    )
 
 
 def pack_group(group: Mapping[str, Any], names: Sequence[str], index: int, *, copy: bool) -> dict[str, Any]:
-    """Return a param group's options with its parameters' names under ``params``."""
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    """Return a param group's options with its parameters' names under ``params``.
+
+    A rate is a number always. A schedule turns it into a tensor when it first changes, so that types would tell how
+    long a program has run, and torch.distributed.checkpoint would not load it into one that has just begun.
+    """
+    options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
+    lr = options.get("lr")
+    if isinstance(lr, Tensor) and lr.numel() == 1:
+        options["lr"] = lr.item()
     return portable(options, f"param_groups[{index}]", copy=copy) | {"params": list(names)}
 
 
@@ -159,7 +147,7 @@ def pack_shared(state: Mapping[Any, Any], *, copy: bool) -> dict[str, Any]:
 
     Empty where there is none. Raises StateDictError naming a key or value that a state dict cannot hold.
     """
-    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    shared = {plain(key): value for key, value in state.items() if not isinstance(key, Tensor)}
     for key in shared:
         if not isinstance(key, PRIMITIVES):
             raise StateDictError(

@@ -29,6 +29,7 @@ from megascale.state.live_state import HeldState, LiveState
 from megascale.step.member import StepMember
 from megascale.utils.autograd import detached
 from megascale.utils.dtensors import to_local
+from megascale.utils.nests import map_tensors
 
 K = TypeVar("K")
 
@@ -253,6 +254,14 @@ class StateView(_View[Any]):
         if source is None:
             raise KeyError(key)
         del source.state[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Take a parameter's entries out, as a dict of copies: what is left shows main param, scaler and counts."""
+        if key not in self or not isinstance(self[key], ParamEntries):
+            return super().pop(key, *default)
+        entries = map_tensors(torch.clone, self[key])
+        del self[key]
+        return entries
 
     def clear(self) -> None:
         """Drop all entries of the wrapped optimizers."""

@@ -16,7 +16,7 @@ ours goes into every parameter's state, next to the moments, as they carry that 
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -31,6 +31,7 @@ from megascale.state.torch_frames import is_told_to_skip
 from megascale.step.counter import COUNT_KEYS
 from megascale.step.spikes import NORM_KEYS
 from megascale.utils.dtypes import HALF_DTYPES
+from megascale.utils.nests import are_equal
 from megascale.utils.param_names import renames
 
 TORCH_KEYS = ("state", "param_groups")
@@ -55,37 +56,135 @@ TAKEN = frozenset((*ADDED, *NORMS, SHARD_START))
 class StateDict(dict[str, Any]):
     """Our state dict, which also returns ``["state"]`` and ``["param_groups"]`` in torch's layout.
 
-    Both count as contained, but are not among its keys: it iterates, prints and pickles as our layout, and
-    ``torch.load`` returns a plain ordered dict. Torch's layout is made when it is first asked for and holds the same
-    tensors; it may be written to, as torch's functions do. Whoever takes one of the two out, by :meth:`pop`, has a
-    torch optimizer's state dict before him: the other one is what is left.
+    Both count as contained, but are not among its keys: it iterates and prints as our layout. Torch's layout is made
+    when it is first asked for, with the same tensors. Torch's functions write to it, and programs set a rate there:
+    once it is written to, or one of the two is taken out by :meth:`pop`, torch's layout takes the place of ours, so
+    that what was written is saved, copied and loaded. It carries all that ours does.
+
+    Pickled it is a plain ordered dict of our layout, in which ``state`` and ``param_groups`` are
+    ``["optimizer"]["state"]`` and ``["optimizer"]["param_groups"]`` themselves: what is written to one is the other's.
     """
 
     _torch_layout: dict[str, Any] | None = None
+    _as_made: Any = None
 
     def __missing__(self, key: str) -> Any:
-        if key not in TORCH_KEYS or not super().__contains__("optimizer"):
+        if key not in TORCH_KEYS or not dict.__contains__(self, "optimizer"):
             raise KeyError(key)
         if self._torch_layout is None:
             self._torch_layout = to_torch_layout(self)
+            self._as_made = _traced(self._torch_layout)
         return self._torch_layout[key]
 
+    # Whatever reads or writes this dict comes through one of these six.
+
+    def __getitem__(self, key: str) -> Any:
+        self._take_edits()
+        return dict.__getitem__(self, key)
+
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or (key in TORCH_KEYS and super().__contains__("optimizer"))
+        self._take_edits()
+        return dict.__contains__(self, key) or (key in TORCH_KEYS and dict.__contains__(self, "optimizer"))
+
+    def __iter__(self) -> Iterator[str]:
+        self._take_edits()
+        return dict.__iter__(self)
+
+    def __len__(self) -> int:
+        self._take_edits()
+        return dict.__len__(self)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._make_room(key)
+        dict.__setitem__(self, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        self._make_room(key)
+        dict.__delitem__(self, key)
+
+    # Not dict's own, which go straight to its memory.
+    keys, items, values, get = Mapping.keys, Mapping.items, Mapping.values, Mapping.get  # type: ignore[assignment]
+    setdefault, update = MutableMapping.setdefault, MutableMapping.update
 
     def pop(self, key: str, *default: Any) -> Any:
         """Take an entry out. If it is one of torch's two, the other one takes the place of our layout."""
-        if key in TORCH_KEYS and key in self and not super().__contains__(key):
-            layout = {name: self[name] for name in TORCH_KEYS}
-            self.clear()
-            self.update(layout)
-        return super().pop(key, *default)
+        if default and key not in self:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+    def _make_room(self, key: str) -> None:
+        """Put torch's layout in the place of ours if ``key``, which is written, is one of its two."""
+        if key in TORCH_KEYS and key in self and not dict.__contains__(self, key):
+            self._put_torch_layout({name: self[name] for name in TORCH_KEYS})
+
+    def _take_edits(self) -> None:
+        """Put torch's layout in the place of ours if it was written to. Raises StateDictError if both were."""
+        if self._torch_layout is None or _traced(self._torch_layout) == self._as_made:
+            return
+        if _traced(to_torch_layout(dict(dict.items(self)))) != self._as_made:
+            raise StateDictError(
+                "state dict was written to in two layouts, below 'optimizer' or 'main_params' and below 'state' or "
+                "'param_groups': write to one of them, in a new state_dict()"
+            )
+        self._put_torch_layout(self._torch_layout)
+
+    def _put_torch_layout(self, layout: dict[str, Any]) -> None:
+        self._torch_layout = None
+        dict.clear(self)
+        dict.update(self, layout)
+
+    def copy(self) -> "StateDict":
+        """Return a shallow copy."""
+        return StateDict(self.items())
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return dict(self) | dict(other)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, (), None, None, iter(self.items())
+        plain = OrderedDict(self)
+        own = plain.get("optimizer", {})
+        return (
+            OrderedDict,
+            (),
+            None,
+            None,
+            iter([*plain.items(), *((key, own[key]) for key in TORCH_KEYS if key in own)]),
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StateDict":
         return StateDict(deepcopy(dict(self), memo))
+
+
+def require_one_layout(state_dict: Any) -> None:
+    """Raise StateDictError if a state dict that was pickled has another ``state`` or ``param_groups`` than ours."""
+    if isinstance(state_dict, StateDict) or not isinstance(state_dict, Mapping):
+        return
+    own = state_dict.get("optimizer")
+    for key in TORCH_KEYS:
+        if isinstance(own, Mapping) and key in state_dict and not are_equal(state_dict[key], own.get(key)):
+            raise StateDictError(
+                f"state dict's {key!r} is another one than its ['optimizer'][{key!r}], which is loaded: write to that "
+                f"one, or leave {key!r} out"
+            )
+
+
+def _traced(layout: Mapping[str, Any]) -> Any:
+    """Return what tells whether torch's layout has been written to: of a tensor, which ours has too, which one it is.
+
+    The tensors that only this layout has, copies of the scaler's state and the like, are their values.
+    """
+    copies = {NUM_STATES, *(name for names in SHARED.values() for name in names.values())}
+
+    def trace(value: Any, name: object = None) -> Any:
+        if isinstance(value, Tensor):
+            return repr(value.item()) if name in copies and value.numel() == 1 else id(value)
+        if isinstance(value, Mapping):
+            return {key: trace(item, key) for key, item in value.items()}
+        return [trace(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return trace({key: layout[key] for key in TORCH_KEYS if key in layout})
 
 
 def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,10 +418,10 @@ def _common_value(what: str, every: Sequence[Mapping[str, Any]], live: Mapping[s
         return {}
     found: dict[str, Any] = {}
     for key in every[0]:
-        copies = [torch.as_tensor(one[key]) for one in every if key in one]
-        values = set(torch.stack([copy.detach().cpu().reshape(()) for copy in copies]).tolist())
+        copies = [_zero_dim(one[key]).detach() for one in every if key in one]
+        values = set(torch.stack(copies).tolist())
         if len(values) > 1 and key in live:
-            values.discard(torch.as_tensor(live[key]).reshape(()).item())
+            values.discard(_zero_dim(live[key]).item())
         if len(values) > 1 or len(copies) != len(every):
             raise StateDictError(
                 f"the parameters of the state dict have several values of {f'{what}_{key}'!r}, {sorted(values)[:4]}"

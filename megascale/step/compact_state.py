@@ -123,7 +123,7 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
     if fits:
         return
     step = entry.get("step", 0.0)
-    step = step if isinstance(step, Tensor) else torch.as_tensor(step, device="cpu")
+    step = step if isinstance(step, Tensor) else torch.as_tensor(step, dtype=torch.float32, device="cpu")
     parts = {name: to_local(value) for name, value in entry.items() if name in names or is_scale(name)}
     if names == _PAIR:
         decoded = decode_moments(parts)

@@ -270,8 +270,9 @@ class KernelState:
             # An existing buffer has seen a gradient: torch dampens the next one.
             first = 1.0 if entry.get("momentum_buffer") is not None else 0.0
             step = first if entry.get("step") is None else entry["step"]
-            step = step.detach() if isinstance(step, Tensor) else torch.as_tensor(step, device="cpu")
-            steps.append(_with_own_memory(step).reshape(()).float())
+            if not isinstance(step, Tensor):
+                step = torch.as_tensor(step, dtype=torch.float32, device="cpu")
+            steps.append(_with_own_memory(step.detach()).reshape(()).float())
         steps = _placed(steps, [to_local(param.main).device for param in params])
         slabs = Slabs(steps)
         for entry, step, param in zip(entries, steps, params, strict=True):

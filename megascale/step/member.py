@@ -34,6 +34,7 @@ from megascale.utils.autograd import without_grad
 from megascale.utils.device_memory import room_on
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
+from megascale.utils.portable import NO_OPTIONS, portable
 
 
 @dataclass(frozen=True)
@@ -298,11 +299,19 @@ class StepMember:
         if found is not None:
             return self.grads.failed(found)
         try:
+            if not self.counter.steps:
+                self._require_portable_options()
             collected = self.grads.collect(self.optimizer.param_groups, self.main_params)
             collected.updates = self.update.prepare(collected.updates)
             return collected
         except Exception as error:  # likewise
             return self.grads.failed(error)
+
+    def _require_portable_options(self) -> None:
+        """Raise StateDictError for an option that a state dict cannot hold: before training, not at its first save."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            options = {name: value for name, value in group.items() if name not in NO_OPTIONS}
+            portable(options, f"param_groups[{index}]", copy=False)
 
     def measure(self, collected: Collected, errors: Tensor, scaled: bool) -> GradStats:
         """Return this rank's statistics of its own gradients; see :func:`megascale.step.grad_stats.measure`."""

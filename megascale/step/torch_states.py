@@ -44,7 +44,8 @@ def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mappi
     if not _is_torchs(optimizer):
         return dict(state)
     made = {
-        key: torch.tensor(float(value), device="cpu") if _is_number(value) else value for key, value in state.items()
+        key: torch.tensor(float(value), dtype=torch.float32, device="cpu") if _is_number(value) else value
+        for key, value in state.items()
     }
     if "step" in made:
         step = made["step"]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -13,7 +14,8 @@ def map_tensors(function: Callable[[Any], Any], nest: Any, kinds: tuple[type, ..
     if isinstance(nest, Mapping):
         return {key: map_tensors(function, value, kinds) for key, value in nest.items()}
     if isinstance(nest, (list, tuple)):
-        return type(nest)([map_tensors(function, value, kinds) for value in nest])
+        values = [map_tensors(function, value, kinds) for value in nest]
+        return type(nest)(*values) if hasattr(nest, "_make") else type(nest)(values)  # a named tuple's
     return nest
 
 
@@ -27,3 +29,21 @@ def tensors_in(nest: Any) -> Iterator[Tensor]:
     elif isinstance(nest, (list, tuple)):
         for value in nest:
             yield from tensors_in(value)
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether two values are equal; arrays and tensors: in all elements. False where it cannot be known."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if type(one) is type(other) and isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(are_equal(value, other[key]) for key, value in one.items())
+    if type(one) is type(other) and isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    try:
+        equal = one == other
+        return bool(equal.all() if hasattr(equal, "all") else equal)
+    except Exception:  # whatever a comparison of foreign objects raises
+        return False

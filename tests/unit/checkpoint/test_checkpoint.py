@@ -164,7 +164,7 @@ SAVE_REFUSALS: list[tuple[dict[str, Any], type[ArgumentError], str]] = [
         "an optimizer of megascale or None, got SGD; wrap",
     ),
     ({"user_state": {"a": [{1, 2}]}}, ArgumentTypeError, r"user/a/#0 is a builtins\.set"),
-    ({"user_state": {"a": torch.float16}}, ArgumentTypeError, r"user/a is a torch\.dtype"),
+    ({"user_state": {"a": torch.strided}}, ArgumentTypeError, r"user/a is a torch\.layout"),
     ({"user_state": {(1, 2): 3}}, ArgumentTypeError, r"user has the key \(1, 2\) of type tuple"),
     ({"rank_state": {"rng": object()}}, ArgumentTypeError, r"rank/0/rng is a builtins\.object"),
     ({"user_state": torch.ones(2).to_sparse()}, ArgumentError, "user is a tensor that a checkpoint cannot hold"),

@@ -217,7 +217,7 @@ def test_tensor_lr_keeps_its_identity() -> None:
     optimizer = wrap(module, lambda m: torch.optim.AdamW(m.named_parameters(), lr=lr, foreach=False))
     state = optimizer.state_dict()
     lr.fill_(0.75)
-    assert state["optimizer"]["param_groups"][0]["lr"].item() == 0.25
+    assert state["optimizer"]["param_groups"][0]["lr"] == 0.25
     optimizer.load_state_dict(state)
     assert lr.item() == 0.25
     assert optimizer.param_groups[0]["lr"] is lr

@@ -1,0 +1,208 @@
+"""What a LandedLRScheduler takes back after a skipped step: what its own advance has changed, and nothing else."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import lr_scheduler as torch_lr
+
+from megascale.schedules import LandedLRScheduler
+from tests.cells import CELLS, Cell, integers
+from tests.pool import RankPool
+from tests.unit.test_schedules import MOMENTUM, SCHEDULES, _bag, _inner, _inner_for, _options, _Oracle, _step, _wrapped
+
+WRITTEN = {"weight_decay": 0.03125, "eps": 2.0**-20, "dampening": 0.25, "nesterov": True}
+
+
+def _overwritten(options: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return values for the options that no schedule of that name changes."""
+    moving = {"one_cycle_momentum": {"betas"}, "cyclic_momentum": {"momentum"}}.get(name, set())
+    own = WRITTEN | {"betas": (0.5, 0.75), "momentum": 0.5}
+    own.pop("nesterov" if options.get("dampening", 0) == 0 else "dampening")
+    return {key: value for key, value in own.items() if key in options and key not in moving}
+
+
+@pytest.mark.parametrize("how", ["program", "load_state_dict"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_options_that_others_set_stay(name: str, how: str) -> None:
+    """Set after a skipped step, by the program or by a load, every option but the rate was put back a step later."""
+    inner = _inner_for(name)
+    optimizer = _wrapped(inner(_bag()))
+    schedule, oracle = LandedLRScheduler(SCHEDULES[name](optimizer)), _Oracle(SCHEDULES[name], inner)
+    for step, skip in enumerate((False, True, True, False, True, False)):
+        schedule.step(_step(optimizer, skip))
+        oracle.step(skip)
+        if step in (1, 4):
+            new = [_overwritten(group, name) for group in optimizer.param_groups]
+            if step == 4:
+                new = [{key: value for key, value in one.items() if key in ("weight_decay", "eps")} for one in new]
+                new = [{key: value / 2 for key, value in one.items()} for one in new]
+            if how == "program":
+                for group, own in zip(optimizer.param_groups, new, strict=True):
+                    group.update(own)
+            else:
+                state = optimizer.state_dict()
+                for group, own in zip(state["optimizer"]["param_groups"], new, strict=True):
+                    group.update(own)
+                optimizer.load_state_dict(state)
+            for group, own in zip(oracle.optimizer.param_groups, new, strict=True):
+                group.update(own)
+        assert _options(optimizer) == _options(oracle.optimizer)
+
+
+ATTRIBUTES: dict[str, tuple[str, Any]] = {
+    "cosine": ("T_max", 9),
+    "exponential": ("gamma", 0.5),
+    "step": ("step_size", 2),
+    "multi_step": ("gamma", 0.5),
+    "linear": ("total_iters", 11),
+    "constant": ("total_iters", 6),
+    "polynomial": ("power", 2.5),
+    "warm_restarts": ("T_mult", 3),
+    "one_cycle": ("total_steps", 41),
+    "cyclic": ("step_ratio", 0.25),
+    "lambda": ("base_lrs", [0.25, 0.5]),
+    "swa": ("anneal_epochs", 7) if hasattr(torch.optim.swa_utils.SWALR, "anneal_epochs") else ("_anneal_epochs", 7),
+    "one_cycle_momentum": ("total_steps", 41),
+    "cyclic_momentum": ("step_ratio", 0.25),
+    "sequential": ("_milestones", [5]),
+    "lambda_per_group": ("base_lrs", [0.25, 0.5]),
+    "chained": ("verbose_name", "mine"),
+    "multiplicative": ("last_epoch", 7),
+}
+
+
+@pytest.mark.parametrize("through", ["wrapper", "schedule"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_attributes_reach_the_schedule_and_stay(name: str, through: str) -> None:
+    """Set on the wrapper an attribute stayed there; set on the schedule after a skipped step, it was taken back."""
+    inner = _inner_for(name)
+    optimizer = _wrapped(inner(_bag()))
+    schedule, oracle = LandedLRScheduler(SCHEDULES[name](optimizer)), _Oracle(SCHEDULES[name], inner)
+    attribute, value = ATTRIBUTES[name]
+    for step, skip in enumerate((False, True, False, True, True, False, False)):
+        schedule.step(_step(optimizer, skip))
+        oracle.step(skip)
+        if step == 3 and not (through == "schedule" and attribute == "last_epoch"):  # which the advance has moved, too
+            setattr(schedule if through == "wrapper" else schedule.scheduler, attribute, value)
+            setattr(oracle.schedule, attribute, value)
+            assert getattr(schedule, attribute) == getattr(schedule.scheduler, attribute) == value
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [
+            g["lr"] for g in oracle.optimizer.param_groups
+        ]
+    assert schedule.state_dict() == oracle.schedule.state_dict()
+
+
+def test_what_an_element_or_an_inner_schedule_was_given_stays() -> None:
+    """A rate within ``base_lrs``, and an attribute of a schedule within a SequentialLR."""
+    optimizer, plain = _wrapped(_inner(_bag())), _inner(_bag())
+    schedule, oracle = LandedLRScheduler(SCHEDULES["sequential"](optimizer)), SCHEDULES["sequential"](plain)
+    plain.step()
+    for step, skip in enumerate((False, True, False, False, True, False)):
+        schedule.step(_step(optimizer, skip))
+        if not skip:
+            oracle.step()
+        if step in (1, 4):
+            for sequential in (schedule.scheduler, oracle):
+                sequential._schedulers[1].T_max = 5 + step  # type: ignore[attr-defined]
+                sequential._schedulers[0].base_lrs[0] = 0.5 * step  # type: ignore[attr-defined]
+    assert schedule.state_dict() == oracle.state_dict()
+    assert schedule.get_last_lr() == oracle.get_last_lr()
+
+
+class _Users(torch_lr.LRScheduler):
+    """A schedule of a user's own, with state that it uses up and adds to, and one that decays weight decay."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, decays: bool) -> None:
+        self.decays, self.factors, self.seen = decays, {1: 0.5, 2: 0.25, 3: 2.0}, dict[int, int]()
+        self.history, self.table = np.zeros(8), torch.zeros(8)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        self.seen[self.last_epoch] = len(self.factors)
+        self.history[self.last_epoch] += 1
+        self.table[self.last_epoch] += 1
+        factor = self.factors.pop(self.last_epoch, 1.0)
+        if self.decays:
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] = np.float32(group["weight_decay"] * 0.5)
+        return [group["lr"] * factor for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_a_schedule_of_ones_own(decays: bool) -> None:
+    """Entries that a skipped advance added go, and those that it took away come back, of dicts, arrays and tensors."""
+    optimizer, plain = _wrapped(_inner(_bag())), _inner(_bag())
+    users, oracle = _Users(optimizer, decays=decays), _Users(plain, decays=decays)
+    schedule = LandedLRScheduler(users)
+    plain.step()
+    for skip in (False, True, True, False, True, False, True):
+        schedule.step(_step(optimizer, skip))
+        if not skip:
+            oracle.step()
+    assert schedule.last_epoch == oracle.last_epoch == 3
+    assert users.factors == oracle.factors
+    assert users.seen == oracle.seen
+    assert np.array_equal(users.history, oracle.history)
+    assert torch.equal(users.table, oracle.table)
+    assert [float(g["weight_decay"]) for g in optimizer.param_groups] == [g["weight_decay"] for g in plain.param_groups]
+
+
+def test_two_schedules_keep_off_each_others_options() -> None:
+    """One of the rate and one of weight decay, whose advance is not the other's to take back."""
+    optimizer = _wrapped(_inner(_bag()))
+    rate = LandedLRScheduler(torch_lr.ExponentialLR(optimizer, 0.5))
+    decay = LandedLRScheduler(_Users(optimizer, decays=True))
+    start = optimizer.param_groups[0]["weight_decay"]
+    for skip in (True, False, True, False):
+        success = _step(optimizer, skip)
+        rate.step(success)
+        decay.step(success)
+    assert optimizer.param_groups[0]["weight_decay"] == start * 0.25
+
+
+def test_methods_that_are_replaced_are_the_wrappers() -> None:
+    """As of a framework that counts calls: the schedule inside is stepped through its own."""
+    optimizer = _wrapped(_inner(_bag()))
+    schedule: Any = LandedLRScheduler(torch_lr.ExponentialLR(optimizer, 0.5))
+    calls, step = [], schedule.step
+
+    def counted(success: torch.Tensor) -> None:
+        calls.append(success)
+        step(success)
+
+    schedule.step = counted
+    schedule.step(_step(optimizer, False))
+    assert len(calls) == schedule.last_epoch == 1
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_options_stay_in_every_cell(cell: Cell, ranks: RankPool) -> None:
+    """A skipped step, then weight decay 0.0 and a longer schedule: both are there after the next step."""
+    for found in ranks.run(cell.world_size, _life, cell):
+        assert found == (0.0, 1000, 1, True)
+
+
+def _life(cell: Cell) -> tuple[float, int, int, bool]:
+    model = cell.model()
+    optimizer = cell.optimizer(model)
+    cosine = torch_lr.CosineAnnealingLR(optimizer, 10)
+    schedule = LandedLRScheduler(cosine)
+    for bad in (True, False):
+        optimizer.zero_grad()
+        grads = integers(cell.shapes, 1)
+        cell.backward(optimizer, model, [grad * float("inf") for grad in grads] if bad else grads)
+        schedule.step(optimizer.step().success)
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        cosine.T_max = 1000
+    bare = torch_lr.CosineAnnealingLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0**-7), 1000)
+    bare.optimizer.step()
+    bare.step()
+    is_right = [float(rate) for rate in schedule.get_last_lr()] == bare.get_last_lr()
+    return optimizer.param_groups[0]["weight_decay"], schedule.T_max, schedule.last_epoch, is_right
+
+
+def test_momentum_is_not_in_other_schedules() -> None:
+    """The names above that change options are those that the other tests of schedules know."""
+    assert set(MOMENTUM) == {"one_cycle_momentum", "cyclic_momentum"}
