@@ -23,7 +23,7 @@ from megascale.state.live_state import LiveState
 from megascale.state.own_state_dict import OwnStateDict
 from megascale.state.state_view import Source, StateView
 from megascale.step import ownership
-from megascale.step.arguments import check_arguments, check_belongs, config_for, device_of, require_values
+from megascale.step.arguments import check_arguments, check_belongs, check_policy, config_for, device_of, require_values
 from megascale.step.description import summary
 from megascale.step.joined_states import JoinedStates, states_of
 from megascale.step.member import StepMember
@@ -94,6 +94,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         self.config = config_for(optimizer, config, clip_grad)
         self.groups = ParallelGroups.of(groups)
         require_scaler(self.config, grad_scaler)
+        check_policy(optimizer, grad_scaler)
         main_params.stores_remainders = self.config.store_param_remainders
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._constructed = True

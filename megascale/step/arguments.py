@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megascale.config import MOMENT_DTYPES, SCALER_FIELDS, OptimizerConfig
@@ -17,7 +17,8 @@ from megascale.main_params.main_param import MainParam
 from megascale.rules import ADAM, BY_NAME, RULES, SECOND, kinds_without
 from megascale.rules.options import values_of
 from megascale.step.misuse import BUILD_LAST
-from megascale.utils.dtensors import held
+from megascale.utils.dtensors import held, is_dtensor
+from megascale.utils.live_objects import objects_of
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -65,6 +66,34 @@ def check_belongs(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | N
             f"grad_sync has the gradient of no parameter of the optimizer; give it those that the optimizer updates; "
             f"{BUILD_LAST}"
         )
+
+
+def check_policy(optimizer: torch.optim.Optimizer, grad_scaler: MegatronGradScaler | None) -> None:
+    """Raise ArgumentError where FSDP2 computes fp16 gradients of fp32 parameters, and no scale keeps them from zero.
+
+    The parameters do not tell: torch keeps the policy with the modules, for which this goes through all Python objects.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    ours = {id(param) for param in params if is_dtensor(param) and param.dtype == torch.float32}
+    if grad_scaler is not None or not ours:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded: list[Any] = [one for one in objects_of(FSDPModule) if isinstance(one, nn.Module)]
+    for root in sharded:
+        policy = getattr(root._get_fsdp_state(), "_mp_policy", None)
+        if getattr(policy, "param_dtype", None) != torch.float16:
+            continue
+        # Modules below it that were sharded by themselves have a policy of their own.
+        others = [part for part in root.modules() if part is not root and part in sharded]
+        below = {id(param) for part in others for param in part.parameters()}
+        name = next((name for name, param in root.named_parameters() if id(param) in ours - below), None)
+        if name is not None:
+            raise ArgumentError(
+                f"grad_scaler is None, but fully_shard's MixedPrecisionPolicy(param_dtype=torch.float16) computes the "
+                f"gradient of {name!r}, an fp32 parameter, in fp16, where small gradients become zero; pass a "
+                "DynamicGradScaler (or ConstantGradScaler), or set param_dtype=torch.bfloat16"
+            )
 
 
 def check_grad_scaler(grad_scaler: Any) -> None:

@@ -143,6 +143,16 @@ NAMES = (
     ),
     # torch.distributed
     TorchName(
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "finds the policy by which FSDP2 computes",
+        "an AttributeError, when an optimizer of fp32 parameters under FSDP2 is built without a scaler",
+    ),
+    TorchName(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._mp_policy",
+        "tells that FSDP2 computes in fp16, which needs a loss scale",
+        "nothing: fp32 parameters under a policy of fp16 train without a scale",
+    ),
+    TorchName(
         "torch.distributed.fsdp._common_utils._fsdp_flattened",
         "tells a parameter that FSDP1 has flattened, which is refused",
         "nothing, until a step finds that gradients or parameters differ between ranks",

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, cast_model
@@ -135,6 +135,13 @@ def _one_sum_by_parameters() -> None:
     _by_parameters(Prodigy, shard="parameters")
 
 
+def _fp16_policy_without_a_scaler() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    fully_shard(model)
+    MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters()))
+
+
 def _built_before_fully_shard() -> None:
     model = _model()
     inner = torch.optim.AdamW(model.parameters())
@@ -203,6 +210,7 @@ ROWS = [
     Refusal("FSDP1, use_orig_params=True", _fsdp1_with_views, ArgumentError, "fully_shard (FSDP2)", 2),
     Refusal("ZeRO-1 over FSDP1", _fsdp1_zero1, ArgumentError, "fully_shard (FSDP2)", 2),
     Refusal("DDP.join() with uneven batches", _uneven_batches, UsageError, "throw_on_early_termination=True", 2),
+    Refusal("an fp16 policy, no scaler", _fp16_policy_without_a_scaler, ArgumentError, "pass a DynamicGradScaler", 2),
     Refusal("an optimizer built before fully_shard", _built_before_fully_shard, UsageError, _LAST, 2),
     Refusal("named_parameters from after fully_shard", _named_after_fully_shard, ArgumentError, _LAST, 2),
     Refusal("an optimizer built before to_empty", _built_before_to_empty, ArgumentError, _LAST),
