@@ -293,7 +293,7 @@ def _owners(optimizer: torch.optim.Optimizer) -> list[MainParams]:
             f"optimizer {type(optimizer).__name__} has {halves[0]} parameters and no main params to average; wrap it "
             "in a MixedPrecisionOptimizer"
         )
-    params = MainParams({})
+    params = MainParams(())
     params.sync_from_model(optimizer.param_groups)
     return [params]
 

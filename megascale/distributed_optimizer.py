@@ -1,10 +1,10 @@
 """DistributedOptimizer: the same recipe with main params and optimizer state sharded over data-parallel ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -114,7 +114,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         )
         self._gather = ParamGather(chunks, overlap=validate.flag("overlap_param_gather", overlap_param_gather))
         self._shards = (OwnedMainParams if by_parameter else ShardedMainParams)(
-            {id(param): name for name, param in names.items()},
+            names.items(),
             resolved,
             self.grad_sync,
             self._gather,
@@ -141,7 +141,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         return self.grad_sync.no_sync()
 
     @override
-    def _make_main_params(self, _names: Mapping[int, str]) -> MainParams:
+    def _make_main_params(self, _named: Iterable[tuple[str, Tensor]]) -> MainParams:
         return self._shards
 
 

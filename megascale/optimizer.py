@@ -1,6 +1,6 @@
 """MixedPrecisionOptimizer: the recipe of a 16-bit step around any torch optimizer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -79,11 +79,11 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         grads_are_scaled: bool = False,
         replicas_may_differ: bool = False,
     ) -> None:
-        names = None if named_parameters is None else {id(param): name for name, param in named_parameters}
-        main_params = self._make_main_params(names or {})
+        named = None if named_parameters is None else list(named_parameters)
+        main_params = self._make_main_params(named or ())
         check_arguments(optimizer, config, grad_scaler, sharded=main_params.is_sharded)
         if not main_params.is_sharded:  # its modules were looked at, and its grad_sync is yet to take parameters
-            check_belongs(optimizer, names, grad_sync)
+            check_belongs(optimizer, None if named is None else {id(param): name for name, param in named}, grad_sync)
         warn_of_cast_buffers(param for group in optimizer.param_groups for param in group["params"])
         if clip_grad is not None:
             validate.non_negative("clip_grad", clip_grad)
@@ -143,9 +143,9 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         may_differ, remedy = self._replicas_may_differ, "pass replicas_may_differ=True"
         require_same(trained.items(), self.groups, remedy, group_of, values_may_differ=may_differ)
 
-    def _make_main_params(self, names: Mapping[int, str]) -> MainParams:
-        """Return the MainParams; here every rank has all of them. ``names``: parameter names by ``id(param)``."""
-        return MainParams(names)
+    def _make_main_params(self, named: Iterable[tuple[str, Tensor]]) -> MainParams:
+        """Return the MainParams; here every rank has all of them. ``named``: parameters that were given names."""
+        return MainParams(named)
 
     def parts(self) -> "list[MixedPrecisionOptimizer]":
         """Return the optimizer itself; see :meth:`MegascaleOptimizer.parts`."""

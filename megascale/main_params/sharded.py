@@ -5,7 +5,7 @@ state; or whole parameters, each of one owner: :mod:`megascale.main_params.owned
 reduced gradients, writes them into flat buckets that the model's parameters are views of, and gathers those buckets.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -39,7 +39,7 @@ class ShardedMainParams(MainParams):
     """Every rank keeps its own pieces only.
 
     Args:
-        names: of the parameters, by id, in the order of the forward pass.
+        named: the parameters, with their names, in the order of the forward pass.
         groups: which ranks share what.
         grad_sync: buckets the parameters and shards their gradients.
         gather: gets the same buckets, for the model params.
@@ -51,19 +51,19 @@ class ShardedMainParams(MainParams):
 
     def __init__(
         self,
-        names: Mapping[int, str],
+        named: Iterable[tuple[str, Tensor]],
         groups: ParallelGroups,
         grad_sync: GradSync,
         gather: ParamGather,
         *,
         broadcast: bool,
     ) -> None:
-        super().__init__(names)
+        super().__init__(named)
         self._groups = groups
         self._grad_sync = grad_sync
         self._gather = gather
         self._broadcast = broadcast
-        self._place = {name: index for index, name in enumerate(names.values())}
+        self._place = {name: index for index, (name, _) in enumerate(named)}
         self._everywhere: dict[str, nn.Parameter] = {}
         self._gathers_behind = False
         self._buckets: WeakKeyDictionary[UpdateUnit, list[GatheredBucket]] = WeakKeyDictionary()
