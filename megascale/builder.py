@@ -1,5 +1,6 @@
 """build_optimizer: from a config and modules to a ready optimizer, in one call."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -30,6 +31,9 @@ Options = dict[str, Any]
 OVERRIDABLE = ("lr", "lr_mult", "weight_decay", "betas", "eps", "momentum", "optimizer")
 NOT_HIDDEN = ("*embed*", "*wte*", "*wpe*", "*head*", "*output_layer*", "*classifier*")
 """Names of matrices that Muon leaves to Adam, beside those of embedding modules: a model's first and last layers."""
+
+MULTIHEAD = re.compile("multi[-_]?head")
+"""What is no head of a model, although its name says so: attention of several heads."""
 
 MUON_MEMBERS = (MUON.name, MUON.beside)
 
@@ -69,7 +73,7 @@ def build_optimizer(
 
     ``config.optimizer="muon"`` gives hidden matrices to torch.optim.Muon and all else to Adam or AdamW, in one
     ChainedOptimizer: one scaler, one decision, one norm. Not hidden are parameters without two dimensions, those of
-    modules whose class name contains "Embedding", and names that match :data:`NOT_HIDDEN`.
+    modules whose class name contains "Embedding", and names that match :data:`NOT_HIDDEN`, :data:`MULTIHEAD` aside.
 
     Args:
         config: an :class:`OptimizerConfig`, or Megatron-Core's, whose unsupported fields are refused; see
@@ -208,7 +212,8 @@ def build_inner_optimizer(config: OptimizerConfig, param_groups: list[Options]) 
 
 def is_hidden_matrix(name: str, shape: Sequence[int], module_kind: str = "") -> bool:
     """Return whether Muon updates a parameter, unless overrides say otherwise. ``module_kind``: its module's class."""
-    is_outer = "Embedding" in module_kind or any(fnmatchcase(name.lower(), pattern) for pattern in NOT_HIDDEN)
+    lowered = MULTIHEAD.sub("", name.lower())
+    is_outer = "Embedding" in module_kind or any(fnmatchcase(lowered, pattern) for pattern in NOT_HIDDEN)
     return len(shape) == 2 and not is_outer
 
 

@@ -203,6 +203,19 @@ class _Model(nn.Module):
         return found
 
 
+@pytest.mark.parametrize("attention", ["multihead_attn", "multi_head_attention", "selfMultiHeadAttn", "attn"])
+@pytest.mark.parametrize("head", ["head", "lm_head", "heads", "mlp_head"])
+def test_attention_of_several_heads_is_hidden(attention: str, head: str) -> None:
+    """Torch's own decoder layers call theirs ``multihead_attn``: AdamW got its matrices, as those of a model's head."""
+    module = nn.ModuleDict({attention: nn.MultiheadAttention(8, 2), head: nn.Linear(8, 8)})
+    config = OptimizerConfig(optimizer="muon", lr=1e-2)
+    chain = build_optimizer(config, module)
+    assert isinstance(chain, ChainedOptimizer)
+    names = {type(one.optimizer).__name__: one.param_names() for one in chain.optimizers}
+    assert names["Muon"] == [f"{attention}.in_proj_weight", f"{attention}.out_proj.weight"]
+    assert f"{head}.weight" in names["AdamW" if "AdamW" in names else "Adam"]
+
+
 def test_config_gives_hidden_matrices_to_muon() -> None:
     """Embeddings, heads, norms and biases go to AdamW; one scaler, one decision, one norm over all."""
     config = OptimizerConfig(
