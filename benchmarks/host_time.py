@@ -1,12 +1,14 @@
 """Time what the host does in a step of the triton backend, without a GPU: fp16 parameters, AdamW, clipping to norm 1.
 
-    python benchmarks/host_time.py --before ../earlier --rounds 3 --out benchmarks/results/host_time.md
+    python benchmarks/host_time.py --before ../earlier --tensors 300,2000 --out benchmarks/results/host_time.md
 
 Launches take Triton's own path up to its driver. The driver here launches nothing: it writes the few numbers that the
 host reads, and its own time is taken out. Tensors lie in host memory, so that no copy to a device is made. What a GPU's
 driver takes for five launches and the copies is therefore missing. Gradients stay in place, or lie elsewhere in every
-step, as the default ``zero_grad()`` lets them. ``--before``: a checkout to compare with; both take turns, each turn
-in a new process. A cell is the smallest time of a step and the median of all, over all turns. A time is that of the
+step, as the default ``zero_grad()`` lets them; or one is missing, the same in each step or another one. FSDP2's
+parameters are bf16, the local parts of 8 ranks of torch's fake group, which sends nothing. ``--before``: a checkout to
+compare with; both take turns, each turn in a new process. A cell is the smallest time of a step and the median of all,
+over all turns, and that median as a multiple of the one with all gradients in place. A time is that of the
 thread on a processor, so that it counts no waiting for one.
 
 Last, the Python frames of megascale in the simplest step are counted: one process, six fp16 parameters, AdamW, backend
@@ -28,10 +30,11 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-NUMEL = 64
+NUMELS = [64, 72, 80, 88, 96, 104, 112]  # of one tensor after the other: a missing one changes the table
 WARM_UP = 3  # steps: they compile, build tables and fill caches
-STEPS = {200: 60, 1_500: 40, 10_000: 16}
+STEPS = {200: 60, 300: 50, 1_500: 40, 2_000: 30, 10_000: 16}
 OTHERWISE = 10
+KINDS = ("in place", "moved", "one is missing, the same", "one is missing, another")
 
 spent = 0.0
 """Seconds in the driver below."""
@@ -93,29 +96,54 @@ class Driver:
         return 0
 
 
-def times_of_steps(count: int, moved: bool) -> Iterator[float]:
-    """Yield the host's ms of each step with ``count`` tensors."""
+def times_of_steps(count: int, kind: str, *, fsdp2: bool) -> Iterator[float]:
+    """Yield the host's ms of each step with ``count`` tensors, whose gradients are of a kind."""
     from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 
-    params = [torch.nn.Parameter(torch.zeros(NUMEL, dtype=torch.float16)) for _ in range(count)]
-    scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 1000, 2)
-    config = OptimizerConfig(fp16=True, clip_grad=1.0)
-    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=1e-3), config, scaler)
+    dtype = torch.bfloat16 if fsdp2 else torch.float16
+    mesh = mesh_of_fake_ranks() if fsdp2 else None
+
+    def zeros(index: int) -> torch.Tensor:
+        part = torch.zeros(NUMELS[index % len(NUMELS)], dtype=dtype)
+        if mesh is None:
+            return part
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+
+    params = [torch.nn.Parameter(zeros(index)) for index in range(count)]
+    scaler = None if fsdp2 else DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 1000, 2)
+    config = OptimizerConfig(fp16=not fsdp2, bf16=fsdp2, clip_grad=1.0)
+    groups = {} if mesh is None else {"groups": mesh}
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=1e-3), config, scaler, **groups)
     held: list[Any] = []
     for step in range(WARM_UP + STEPS.get(count, OTHERWISE)):
-        if moved or step == 0:
+        if kind == "moved" or step == 0:
             # The last gradients live until these are made, so that these lie elsewhere.
-            held = [torch.zeros(NUMEL, dtype=torch.float16) for _ in params]
-            for param, grad in zip(params, held, strict=True):
-                param.grad = grad
-        optimizer.get_loss_scale(), scaler.scale
+            held = [zeros(index) for index in range(count)]
+        missing = {KINDS[2]: 5, KINDS[3]: 31 * step % count}.get(kind)
+        for index, (param, grad) in enumerate(zip(params, held, strict=True)):
+            param.grad = None if index == missing else grad
+        if scaler is not None:
+            optimizer.get_loss_scale(), scaler.scale
         start, before = time.thread_time(), spent
         optimizer.step()
         if step >= WARM_UP:
             yield (time.thread_time() - start - (spent - before)) * 1e3
 
 
-def measure(counts: Sequence[int]) -> None:
+def mesh_of_fake_ranks() -> Any:
+    """Return a mesh of 8 ranks, of which 7 are not there."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    return init_device_mesh("cpu", (8,))
+
+
+def measure(counts: Sequence[int], *, fsdp2: bool) -> None:
     """Print the times of all cases with the megascale that Python finds: one line of JSON."""
     from triton.runtime import driver
 
@@ -135,8 +163,8 @@ def measure(counts: Sequence[int]) -> None:
     warnings.simplefilter("ignore")
     driver.set_active(Driver())
     megascale.optimizer.select_backend = lambda *_: OnHost()
-    cases = [(count, moved) for count in counts for moved in (False, True)]
-    print(json.dumps([list(times_of_steps(*case)) for case in cases]))
+    cases = [(count, kind) for count in counts for kind in KINDS]
+    print(json.dumps([list(times_of_steps(*case, fsdp2=fsdp2)) for case in cases]))
 
 
 def count_frames() -> None:
@@ -177,23 +205,25 @@ def report(roots: dict[str, Path], counts: Sequence[int], rounds: int, threads: 
     """Yield the lines of the table."""
     from peers.report import place
 
-    times: dict[str, list[list[float]]] = {name: [[] for _ in range(2 * len(counts))] for name in roots}
+    cases = [(fsdp2, count, kind) for fsdp2 in (False, True) for count in counts for kind in KINDS]
+    times: dict[str, list[list[float]]] = {name: [[] for _ in cases] for name in roots}
     for _ in range(rounds):
         for name, root in roots.items():
-            for case, more in zip(times[name], turn(root, f"measure({list(counts)})", threads), strict=True):
+            measured = [turn(root, f"measure({list(counts)}, fsdp2={fsdp2})", threads) for fsdp2 in (False, True)]
+            for case, more in zip(times[name], [one for each in measured for one in each], strict=True):
                 case += more
     yield "## What the host does in a step on an accelerator\n"
     yield f"{place(torch.device('cpu'), threads)}; {rounds} interleaved turns.\n"
     yield f"`python benchmarks/host_time.py {' '.join(sys.argv[1:])}`\n"
-    yield "| tensors | gradients | " + " | ".join(f"{name}: smallest ms (median)" for name in roots) + " |"
-    yield "|---" * (2 + len(roots)) + "|"
-    for index, count in enumerate(counts):
-        for offset, kind in enumerate(("in place", "moved")):
-            cells = [
-                f"{min(one):.2f} ({statistics.median(one):.2f})"
-                for one in (t[2 * index + offset] for t in times.values())
-            ]
-            yield f"| {count:,} | {kind} | {' | '.join(cells)} |"
+    titles = (f"{name}: smallest ms (median) | of all there" for name in roots)
+    yield "| tensors | gradients | " + " | ".join(titles) + " |"
+    yield "|---" * (2 + 2 * len(roots)) + "|"
+    for index, (fsdp2, count, kind) in enumerate(cases):
+        cells = []
+        for steps in times.values():
+            middle, all_there = statistics.median(steps[index]), statistics.median(steps[index - KINDS.index(kind)])
+            cells.append(f"{min(steps[index]):.2f} ({middle:.2f}) | {middle / all_there:.2f}")
+        yield f"| {count:,}{' of FSDP2' if fsdp2 else ''} | {kind} | {' | '.join(cells)} |"
     for name, root in roots.items():
         frames, functions, files = turn(root, "count_frames()", 1)
         yield f"\n{name}: the simplest step has {frames} Python frames, of {functions} functions in {files} files."

@@ -13,6 +13,7 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
 from megascale.parallel import ParallelGroups
 from megascale.state.live_state import LiveState, Plan
+from megascale.state.schema import check_fits_model
 from megascale.state.torch_layout import require_one_layout
 from megascale.step import ownership
 from megascale.step.arguments import check_grad_scaler, require_values
@@ -290,6 +291,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param.
 
+        What is written into them reaches the model with the next step, or by :meth:`copy_main_params_to_model` at once.
         With ``store_param_remainders`` those of 16-bit parameters are decoded copies, which nobody reads back.
         """
         for member in self.recipe.members:
@@ -311,8 +313,39 @@ class MegascaleOptimizer(torch.optim.Optimizer):
                     param.reload()
         self.recipe.reset_errors()
 
+    @torch.no_grad()
+    def copy_main_params_to_model(self) -> None:
+        """Round every main param into its model param now, after a write into :meth:`main_params`.
+
+        Without this call the model sees such a write after the next step. A model param that was written is taken over
+        into its main param first, as in a step. Where main params are held as remainders, those of :meth:`main_params`
+        are copies, and there is nothing to round. All ranks of ``groups.grad_stats`` call it together; with a
+        DistributedOptimizer shards are gathered, and every parameter is whole when it returns.
+
+        Raises MainParamOverflowError or UsageError, on every rank alike with nothing rounded, for a main param that
+        rounds to inf in fp16, and between :meth:`offload` and :meth:`reload`.
+        """
+        require_values(self.device)
+        error: Exception | None = None
+        try:
+            for member in self.recipe.members:
+                member.main_params.residence.require_here("copy_main_params_to_model()")
+                member.sync_from_model()
+                for param in member.main_params:
+                    if param.is_copy and param.remainder is None:
+                        check_fits_model(param.name, param.main, param.model)
+        except Exception as caught:  # whatever it is: other ranks wait
+            error = caught
+        raise_together(error, self.groups.grad_stats)
+        for member in self.recipe.members:
+            member.round_main_params()
+
     def finish_param_gather(self) -> None:
-        """Wait until parameters are gathered, or back from host memory. Modules wait for their own by themselves."""
+        """Wait until parameters are gathered, or back from host memory. Modules wait for their own by themselves.
+
+        Call it after a step and before code that writes parameters: weights that arrive later replace what was written.
+        With ``overlap_param_gather`` and ``overlap_cpu_optimizer_d2h_h2d`` the next step refuses such a write.
+        """
         for member in self.recipe.members:
             member.main_params.wait()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megascale.config import StepConfig
-from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, listed
 from megascale.kernels import is_plain, plain
 from megascale.main_params.group_scales import place_scales
 from megascale.main_params.host_twin import HostTwin, goes, host_twins
@@ -330,6 +330,22 @@ class MainParams:
     def wait(self, *, for_host: bool = True) -> None:
         """Wait until every model param is whole on every rank. ``for_host``: see :meth:`wait_for_arrivals`."""
         self.wait_for_arrivals(for_host=for_host)
+
+    def require_no_early_write(self) -> None:
+        """Wait for weights. Raises UsageError, once, for params that were written while theirs were on their way."""
+        self.wait(for_host=False)
+        names = self.take_written_too_early()
+        if names:
+            raise UsageError(
+                f"parameter {listed(names)} was written after step() while its weights were still on their way, which "
+                "replaced what was written, in whole or in part: call optimizer.finish_param_gather() after step() and "
+                "before code that writes parameters (a mask, a clamp), or leave the overlap off; this step changes "
+                "nothing, and the model is to be loaded anew, as from a checkpoint"
+            )
+
+    def take_written_too_early(self) -> list[str]:
+        """Return, once, the names of params that were written while their weights were on their way."""
+        return [] if self.arrivals is None else self.arrivals.take_written_too_early()
 
     def end_step(self) -> None:
         """End a step: model params are whole on every rank, or will be when a module needs them. Here they are."""

@@ -16,7 +16,8 @@ from megascale.grad_sync.message_thread import MessageThread
 from megascale.grad_sync.synced_bucket import SyncedBucket
 from megascale.main_params.gather_hooks import GatherHooks
 from megascale.main_params.offload_meter import OffloadMeter
-from megascale.utils.collectives import Pending, all_gather_start, is_message_passing
+from megascale.main_params.write_tracker import WriteWatch
+from megascale.utils.collectives import Pending, all_gather_start, group_size, is_message_passing
 from megascale.utils.streams import Arrival, has_streams
 
 _GATHER_BIT = 1 << 30
@@ -33,6 +34,10 @@ class GatheredBucket:
         self._uneven = self.memory.uneven_shards()
         self._arrival: Arrival | None = None
         self._behind: Callable[[], None] | None = None
+        self._is_replaced = False
+        self._watch: WriteWatch | None = None
+        self.written_too_early: list[str] = []
+        """Names of params that a program wrote between a step and the arrival of their weights, which replaced them."""
         self.was_started = False
         """In this step."""
 
@@ -57,6 +62,7 @@ class GatheredBucket:
         where its messages carry tags; else in :meth:`begin`, as collectives must be called in one order on all ranks.
         """
         self.was_started = True
+        self._is_replaced = behind is not None or group_size(self.synced.group.shard) > 1
         device = self.memory.flat.device
         if behind is None:
             self._start()
@@ -65,6 +71,10 @@ class GatheredBucket:
             self._arrival = Arrival(partial(self._thread.result, arrival), device)
         else:
             self._behind = behind
+
+    def watch(self) -> None:
+        """Find out, when the gather is first waited for, which params were written meanwhile, and so replaced."""
+        self._watch = WriteWatch(self.synced.params) if self._is_replaced else None
 
     def begin(self) -> None:
         """Start a gather that waits for this rank's shard: the host waits until that is on its way."""
@@ -102,6 +112,9 @@ class GatheredBucket:
         """Let the current stream wait for the gather, if one is under way. Raises where a rank is lost."""
         if self._arrival is not None and self._arrival.wait():
             self._arrival = None
+        if self._watch is not None:
+            self.written_too_early += self._watch.written()
+            self._watch = None
 
     def end(self) -> None:
         """Wait for the gather; streams that wait for the current one later need not wait themselves."""
@@ -158,6 +171,8 @@ class ParamGather:
             if not bucket.was_started:
                 bucket.start()
             bucket.was_started = False
+            if self.overlap:
+                bucket.watch()
 
     def wait(self) -> None:
         """Wait until every parameter is whole."""
@@ -184,6 +199,15 @@ class ParamGather:
                 if bucket.waits_for_shard:  # one lookup per parameter of each forward, where nothing is in host memory
                     _begin(self.buckets)
                 bucket.wait()
+
+    def take_written_too_early(self) -> list[str]:
+        """Return, once, the names of params that were written while their weights were on their way."""
+        found = []
+        for bucket in self.buckets.values():
+            if bucket.written_too_early:
+                found += bucket.written_too_early
+                bucket.written_too_early = []
+        return found
 
     def detach(self) -> None:
         """Remove the hooks from the modules; parameters stay in the buckets."""

@@ -275,6 +275,10 @@ class ShardedMainParams(MainParams):
         self._gather.wait()
 
     @override
+    def take_written_too_early(self) -> list[str]:
+        return [*super().take_written_too_early(), *self._gather.take_written_too_early()]
+
+    @override
     def end_step(self) -> None:
         """See :class:`MainParams`. With overlap the gather continues during the next forward."""
         self._gather.start_all()

@@ -17,6 +17,7 @@ from megascale.grad_sync.message_thread import MessageThread
 from megascale.main_params.gather_hooks import GatherHooks, params_read_by
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.offload_meter import OffloadMeter
+from megascale.main_params.write_tracker import WriteWatch
 from megascale.utils.streams import Arrival, current_stream, has_streams, keep
 
 
@@ -27,11 +28,19 @@ class _Sent(NamedTuple):
         done: ends when the thread has updated and queued the copies.
         wait: lets the calling thread's current stream wait for the copies.
         arrival: does so once for each stream.
+        watch: of the params, while nobody has waited.
     """
 
     done: "Future[None]"
     wait: Callable[[], None]
     arrival: Arrival
+    watch: list[WriteWatch]
+
+    def wait_for_arrival(self, written_too_early: list[str]) -> None:
+        """Let the current stream wait. Adds to the list the names of params that were written before the first wait."""
+        self.arrival.wait()
+        while self.watch:
+            written_too_early += self.watch.pop().written()
 
 
 class WeightArrivals:
@@ -56,13 +65,14 @@ class WeightArrivals:
         self._thread = MessageThread()
         self._hooks = GatherHooks(self)
         self._sent: dict[int, _Sent] = {}
+        self._written_too_early: list[str] = []
         self._tracked: set[int] = set()
         self._seen: WeakSet[nn.Module] = WeakSet()
         self._stream: torch.Stream | None = torch.Stream(device) if has_streams(device) else None
         self._finder: RemovableHandle | None = None
         self._owed: list[torch.Event] = []
         # When this object is freed the model is whole; where the thread itself frees it, once its tasks are done.
-        finalize(self, _wait_for_all, self._sent).atexit = False
+        finalize(self, _wait_for_all, self._sent, []).atexit = False
 
     def when_sent(self, note: Callable[[], None]) -> None:
         """Call ``note`` in the thread once all weights that were sent so far have arrived. Nobody else waits."""
@@ -111,7 +121,8 @@ class WeightArrivals:
 
         done = self._thread.submit(task)
         wait = partial(_wait, self._thread, done, event, self.device)
-        sent = _Sent(done, wait, Arrival(wait, self.device))
+        watch = [] if self._are_gathered else [WriteWatch({param.name: param.model for param in params})]
+        sent = _Sent(done, wait, Arrival(wait, self.device), watch)
         self._sent.update((id(param.model), sent) for param in params)
 
     def wait(self, *, for_host: bool = True) -> None:
@@ -119,11 +130,16 @@ class WeightArrivals:
 
         ``for_host``: and for what the device owes.
         """
-        _wait_for_all(self._sent)
+        _wait_for_all(self._sent, self._written_too_early)
         if for_host:
             for event in self._owed:
                 event.synchronize()
             self._owed.clear()
+
+    def take_written_too_early(self) -> list[str]:
+        """Return, once, the names of params that were written while their weights were on their way."""
+        found, self._written_too_early = self._written_too_early, []
+        return found
 
     def is_updating(self, param: nn.Parameter) -> bool:
         """Whether the thread may still read what the newest update of ``param`` reads."""
@@ -151,7 +167,7 @@ class WeightArrivals:
             for param in params:
                 sent = self._sent.get(id(param))
                 if sent is not None:
-                    sent.arrival.wait()
+                    sent.wait_for_arrival(self._written_too_early)
 
     def found(self, module: nn.Module) -> None:
         """Take note of a module that is about to run forward."""
@@ -189,9 +205,9 @@ def _wait(thread: MessageThread, done: "Future[None]", sent: torch.Event | None,
         current_stream(device).wait_event(sent)
 
 
-def _wait_for_all(sent: "dict[int, _Sent]") -> None:
+def _wait_for_all(sent: "dict[int, _Sent]", written_too_early: list[str]) -> None:
     for one in {id(one): one for one in sent.values()}.values():
-        one.arrival.wait()
+        one.wait_for_arrival(written_too_early)
     sent.clear()
 
 

@@ -19,7 +19,7 @@ taken over into its main param. One that has moved is checked first (two params 
 built anew, because their tables hold addresses. Only then are its values taken.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -124,3 +124,28 @@ class WriteTracker:
         """
         versions = list(map(_VERSION, params))
         return list(zip(versions, map(_VERSION, map(held, params)), strict=True)) if self._are_dtensors else versions
+
+
+class WriteWatch:
+    """Tells which params are written while values that will replace theirs are on their way.
+
+    Args:
+        params: by name.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._params = params
+        self._versions = self._read()
+
+    def written(self) -> list[str]:
+        """Return the names of params that were written since. Torch has counted the write."""
+        now = self._read()
+        if now == self._versions:
+            return []
+        return [
+            name for name, version, before in zip(self._params, now, self._versions, strict=True) if version != before
+        ]
+
+    def _read(self) -> list[tuple[int, int]]:
+        params = self._params.values()
+        return list(zip(map(_VERSION, params), map(_VERSION, map(held, params)), strict=True))

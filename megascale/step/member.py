@@ -168,10 +168,21 @@ class StepMember:
         )
 
     def sync_to_pack(self, *, to_load: bool) -> None:
-        """As :meth:`sync_from_model`. Raises an error that the update before has left, unless ``to_load``."""
+        """As :meth:`sync_from_model`. Raises an error that the step before has left, unless ``to_load``."""
+        if not to_load:
+            self.main_params.require_no_early_write()
         self.sync_from_model()
         if not to_load:
             self.update.raise_failure()
+
+    def round_main_params(self) -> None:
+        """Write the rounding of every main param into its model param. Ranks that hold shards call it together."""
+        for param in self.main_params:
+            if param.is_copy and param.remainder is None:
+                param.store(to_local(param.main))
+        for unit in self.main_params.units():
+            self.main_params.mark_written(unit)
+        self.main_params.wait()
 
     def offload(self, *, pin: bool) -> None:
         """Move main params, state and main grads to host memory; see :meth:`megascale.MixedPrecisionOptimizer.offload`.
@@ -292,6 +303,7 @@ class StepMember:
         found: Exception | None = None
         try:
             self.main_params.residence.require_here("step()")
+            self.main_params.require_no_early_write()
             self.sync_from_model(reads_state=False)
         except Exception as error:  # whatever it is: other ranks wait
             found = error

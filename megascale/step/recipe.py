@@ -290,6 +290,8 @@ class StepRecipe:
     def reset_errors(self) -> None:
         """Forget recorded errors; called when main params were replaced."""
         self.errors.reset()
+        for member in self.members:
+            member.main_params.take_written_too_early()
         for observer in self.observers:
             observer.reset()
 

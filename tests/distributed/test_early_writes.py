@@ -1,0 +1,216 @@
+"""Writes into parameters after a step, as a mask or a clamp, while weights are on their way; and into main params."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale import MixedPrecisionOptimizer
+from megascale.errors import MainParamOverflowError, UsageError
+from tests.cells import CELLS, Cell, Given, integers
+from tests.fsdp2_cases import whole
+from tests.pool import RankPool
+
+ZERO1 = [cell for cell in CELLS if cell.layout == "zero1"]
+SHARDED = [*ZERO1, *(Cell(cell.dtype, "zero1-parameters") for cell in ZERO1 if cell.state == "fp32")]
+"""A gather is the way of weights in ZeRO-1 alone; where a layout has none, step() returns with the weights in place."""
+
+OFFLOADED = [cell for cell in CELLS if cell.dtype != torch.float32 and cell.state == "fp32"]
+"""Weights come from host memory in all layouts; fp32 parameters stay where they are."""
+
+OFFLOAD = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+
+
+def _model(cell: Cell) -> Given:
+    """Return the cell's model, whose forward waits: a replicated parameter is awaited by the module that holds it."""
+    model = cell.model()
+    if cell.layout == "replicated":
+        for index, weight in enumerate(list(model.weights)):
+            model.register_parameter(f"weights_{index}", weight)
+    return model
+
+
+def _clamp(model: Given) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.clamp_(-0.25, 0.25)
+
+
+def _train(cell: Cell, after_step: Callable[[MixedPrecisionOptimizer, Given], None], **built: Any) -> list[Tensor]:
+    """Return the weights, and main params, after some steps each of which ``after_step`` follows."""
+    model = _model(cell)
+    optimizer = cell.optimizer(model, **built)
+    for step in range(4):
+        optimizer.zero_grad()
+        cell.backward(optimizer, model, integers(cell.shapes, step))
+        optimizer.step()
+        after_step(optimizer, model)
+    optimizer.finish_param_gather()
+    main_params = [whole(main).clone() for _, main in optimizer.main_params()]
+    return [*(whole(weight.detach()).clone() for weight in model.parameters()), *main_params]
+
+
+def _finish_and_clamp(optimizer: MixedPrecisionOptimizer, model: Given) -> None:
+    optimizer.finish_param_gather()
+    _clamp(model)
+
+
+@pytest.mark.parametrize("cell", SHARDED, ids=str)
+def test_a_write_after_the_gather_is_followed(cell: Cell, ranks: RankPool) -> None:
+    """The bits of a run without overlap, where no weights are on their way."""
+    for together, overlapped in ranks.run(2, _clamped_with_and_without_overlap, cell):
+        assert len(together) == len(overlapped)
+        assert all(map(torch.equal, together, overlapped))
+
+
+def _clamped_with_and_without_overlap(cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
+    return _train(cell, lambda _, model: _clamp(model)), _train(cell, _finish_and_clamp, overlap_param_gather=True)
+
+
+@pytest.mark.parametrize("cell", OFFLOADED, ids=str)
+def test_a_write_after_the_arrival_is_followed(cell: Cell, ranks: RankPool) -> None:
+    """The bits of a run whose step() returns when weights have come from host memory."""
+    for together, overlapped in ranks.run(cell.world_size, _clamped_in_host_memory, cell):
+        assert len(together) == len(overlapped)
+        assert all(map(torch.equal, together, overlapped))
+
+
+def _clamped_in_host_memory(cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
+    waits = {**OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": False}
+    return _train(cell, lambda _, model: _clamp(model), fields=waits), _train(cell, _finish_and_clamp, fields=OFFLOAD)
+
+
+@pytest.mark.parametrize("writers", ["all ranks", "the last rank"])
+@pytest.mark.parametrize("cell", SHARDED, ids=str)
+def test_a_write_before_the_gather_has_ended_is_refused(cell: Cell, writers: str, ranks: RankPool) -> None:
+    """It was replaced by what arrived, now and then, in silence. The next step, or state_dict(), says so on every rank
+    and changes nothing; after a load all goes on.
+    """
+    for message, is_unchanged, of_state_dict, norm in ranks.run(2, _written_early, cell, writers, {}):
+        assert is_unchanged
+        assert "finish_param_gather()" in message
+        assert "finish_param_gather()" in of_state_dict
+        if writers == "all ranks":
+            assert "weights" in message
+        assert norm > 0
+
+
+@pytest.mark.parametrize("cell", OFFLOADED, ids=str)
+def test_a_write_before_weights_have_arrived_is_refused(cell: Cell, ranks: RankPool) -> None:
+    """Likewise where they come from host memory, replicated, sharded, or FSDP2's."""
+    for message, is_unchanged, of_state_dict, norm in ranks.run(
+        cell.world_size, _written_early, cell, "all ranks", OFFLOAD
+    ):
+        assert is_unchanged
+        assert "weights" in message
+        assert "finish_param_gather()" in message
+        assert "finish_param_gather()" in of_state_dict
+        assert norm > 0
+
+
+def _written_early(cell: Cell, writers: str, fields: dict[str, Any]) -> tuple[str, bool, str, float]:
+    model = _model(cell)
+    overlap = {} if fields else {"overlap_param_gather": True}
+    optimizer = cell.optimizer(model, fields=fields, **overlap)
+
+    def backward(step: int) -> None:
+        optimizer.zero_grad()
+        cell.backward(optimizer, model, integers(cell.shapes, step))
+
+    def step_and_write(step: int) -> None:
+        backward(step)
+        optimizer.step()
+        if writers == "all ranks" or dist.get_rank() == 1:
+            _clamp(model)
+
+    backward(0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    step_and_write(1)
+    backward(2)
+    before = [*(main.clone() for main in _held(optimizer)), optimizer.get_loss_scale()]
+    with pytest.raises(UsageError) as refused:
+        optimizer.step()
+    is_unchanged = all(map(torch.equal, before, [*_held(optimizer), optimizer.get_loss_scale()]))
+    optimizer.load_state_dict(saved)
+    step_and_write(3)
+    with pytest.raises(UsageError) as of_state_dict:
+        optimizer.state_dict()
+    step_and_write(4)
+    optimizer.load_state_dict(saved)  # which replaces what was written, and what replaced it
+    backward(5)
+    return str(refused.value), is_unchanged, str(of_state_dict.value), optimizer.step().grad_norm.item()
+
+
+def _held(optimizer: MixedPrecisionOptimizer) -> list[Tensor]:
+    """Return local main params, or remainders, and state, as they lie in memory."""
+    mains = [param.memory for param in optimizer._member.main_params if param.is_copy]
+    state = [value for entry in optimizer.optimizer.state.values() for value in entry.values()]
+    return [value.to_local() if hasattr(value, "to_local") else value for value in [*mains, *state]]
+
+
+@pytest.mark.parametrize("cell", [cell for cell in ZERO1 if cell.state == "fp32"], ids=str)
+def test_one_rank_alone_replaces_nothing(cell: Cell, ranks: RankPool) -> None:
+    """A gather of one rank brings nothing: a write at once is followed, with the bits of a run without overlap."""
+    for together, overlapped in ranks.run(1, _clamped_alone, cell):
+        assert all(map(torch.equal, together, overlapped))
+
+
+def _clamped_alone(cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
+    runs = [_train(cell, lambda _, model: _clamp(model), overlap_param_gather=overlap) for overlap in (False, True)]
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_main_params_are_rounded_into_the_model_at_once(cell: Cell, ranks: RankPool) -> None:
+    """A write into main params reached the model with the next step only. Now by a call, whole on every rank; of those
+    that are held as remainders copies are yielded, and the weights stay.
+    """
+    is_held = cell.state == "compact" and cell.dtype != torch.float32
+    for written, expected, before, follows in ranks.run(cell.world_size, _copied, cell):
+        assert all(map(torch.equal, written, before if is_held else expected))
+        assert follows
+
+
+def _copied(cell: Cell) -> tuple[list[Tensor], list[Tensor], list[Tensor], bool]:
+    model = cell.model()
+    optimizer = cell.optimizer(model)
+    cell.backward(optimizer, model, integers(cell.shapes, 1))
+    optimizer.step()
+    before = [whole(weight.detach()).clone() for weight in model.parameters()]
+    expected = [weight.float().clamp(-0.25, 0.25).to(cell.dtype) for weight in before]
+    with torch.no_grad():
+        for _, main in optimizer.main_params():
+            main.clamp_(-0.25, 0.25)
+    optimizer.copy_main_params_to_model()
+    written = [whole(weight.detach()).clone() for weight in model.parameters()]
+    bits = [main.clone() for main in _held(optimizer)]
+    optimizer.state_dict()  # takes over what the program wrote into the model: nothing
+    return written, expected, before, all(map(torch.equal, bits, _held(optimizer)))
+
+
+@pytest.mark.parametrize(
+    "cell", [cell for cell in CELLS if cell.dtype == torch.float16 and cell.state == "fp32"], ids=str
+)
+def test_a_main_param_that_fp16_cannot_hold_is_refused(cell: Cell, ranks: RankPool) -> None:
+    """On every rank, with nothing rounded, also where the last one alone holds it. Other dtypes hold it."""
+    for message, is_unchanged in ranks.run(cell.world_size, _overflowing, cell):
+        assert is_unchanged
+        assert "65520" in message
+
+
+def _overflowing(cell: Cell) -> tuple[str, bool]:
+    model = cell.model()
+    optimizer = cell.optimizer(model)
+    before = [whole(weight.detach()).clone() for weight in model.parameters()]
+    if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+        with torch.no_grad():
+            for main in _held(optimizer)[:1]:
+                main.fill_(7e4)
+    with pytest.raises(MainParamOverflowError) as refused:
+        optimizer.copy_main_params_to_model()
+    weights = [whole(weight.detach()) for weight in model.parameters()]
+    return str(refused.value), all(map(torch.equal, before, weights))
