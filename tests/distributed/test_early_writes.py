@@ -131,6 +131,8 @@ def _written_early(cell: Cell, writers: str, fields: dict[str, Any]) -> tuple[st
     saved = optimizer.state_dict()
     step_and_write(1)
     backward(2)
+    if fields:
+        optimizer.finish_param_gather()  # the thread's update has ended
     before = [*(main.clone() for main in _held(optimizer)), optimizer.get_loss_scale()]
     with pytest.raises(UsageError) as refused:
         optimizer.step()

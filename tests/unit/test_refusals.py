@@ -205,6 +205,18 @@ def _on_the_first_rank(call: Callable[[], Any]) -> None:
 
 _LAST = "from the parameters of the model that is trained"
 
+
+def _clamp_while_weights_arrive() -> None:
+    model = _model()
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), modules=model, overlap_param_gather=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.weight.clamp_(-0.1, 0.1)
+
+
 ROWS = [
     Refusal("FSDP1", _fsdp1, ArgumentError, "torch.distributed.fsdp.fully_shard (FSDP2)", 2),
     Refusal("FSDP1, use_orig_params=True", _fsdp1_with_views, ArgumentError, "fully_shard (FSDP2)", 2),
@@ -220,6 +232,7 @@ ROWS = [
     Refusal("rollout_weights on one rank", _rollout_on_one_rank, UsageError, "Call it on every rank", 2, True),
     Refusal("ZeRO-1's state_dict on one rank", _zero1_state_on_one_rank, UsageError, "Call it on every rank", 2, True),
     Refusal("a state dict of fewer positions", _fewer_positions, StateDictError, "in the same param groups"),
+    Refusal("a clamp while weights arrive", _clamp_while_weights_arrive, UsageError, "finish_param_gather()", 2),
     Refusal("SOAP or Shampoo under FSDP2", _whole_matrices_under_fsdp2, InnerStepError, "shard='parameters'", 2),
     Refusal("8-bit AdamW of torchao", _low_bit_moments_of_torchao, ArgumentError, "exp_avg_sq_dtype=torch.uint8"),
     Refusal("LAMB's norm, by parameters", _one_norm_by_parameters, ArgumentError, "pass clip_grad=1.0", 2),
