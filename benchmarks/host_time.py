@@ -32,7 +32,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 NUMELS = [64, 72, 80, 88, 96, 104, 112]  # of one tensor after the other: a missing one changes the table
 WARM_UP = 3  # steps: they compile, build tables and fill caches
-STEPS = {200: 60, 300: 50, 1_500: 40, 2_000: 30, 10_000: 16}
+STEPS = {200: 60, 300: 30, 1_500: 40, 2_000: 10, 10_000: 16}
 OTHERWISE = 10
 KINDS = ("in place", "moved", "one is missing, the same", "one is missing, another")
 

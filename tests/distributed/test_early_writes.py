@@ -113,7 +113,7 @@ def test_a_write_before_weights_have_arrived_is_refused(cell: Cell, ranks: RankP
 
 def _written_early(cell: Cell, writers: str, fields: dict[str, Any]) -> tuple[str, bool, str, float]:
     model = _model(cell)
-    overlap = {} if fields else {"overlap_param_gather": True}
+    overlap: dict[str, Any] = {} if fields else {"overlap_param_gather": True}
     optimizer = cell.optimizer(model, fields=fields, **overlap)
 
     def backward(step: int) -> None:

@@ -214,7 +214,8 @@ def _clamp_while_weights_arrive() -> None:
         model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
         optimizer.step()
         with torch.no_grad():
-            model.weight.clamp_(-0.1, 0.1)
+            for weight in model.parameters():
+                weight.clamp_(-0.1, 0.1)
 
 
 ROWS = [
