@@ -26,6 +26,7 @@ from megascale.step import ownership
 from megascale.step.arguments import check_arguments, check_belongs, check_policy, config_for, device_of, require_values
 from megascale.step.description import summary
 from megascale.step.joined_states import JoinedStates, states_of
+from megascale.step.loaded_state import keep_loaded_state
 from megascale.step.member import StepMember
 from megascale.step.recipe import StepRecipe
 from megascale.step.result import StepResult as StepResult
@@ -119,6 +120,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         self._member.sync_from_model()
         self._member.unverified_params.clear()
         ownership.record(self, optimizer)
+        keep_loaded_state(self, optimizer)
         self.grad_scaler = grad_scaler
         if self.device.type != "meta":
             announce.on_first_rank(self._summary)

@@ -417,17 +417,33 @@ def test_damaged_state_is_refused() -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("options", [BOTH, {}], ids=["codes", "fp32"])
 def test_codes_that_torch_has_cast_are_refused(options: dict[str, Any]) -> None:
-    """``load_state_dict`` of the inner optimizer casts codes to the parameter's dtype: they would count as moments."""
+    """``load_state_dict`` of an optimizer that is not wrapped yet casts codes: they would count as moments."""
     for dtype in (torch.float16, torch.float32):
         source, target = odd(dtype), odd(dtype)
-        compact, optimizer = optimizer_of(source, **BOTH), optimizer_of(target, **options)
+        compact, bare = optimizer_of(source, **BOTH), INNER["adamw_fused"](target)
         steps(source, compact, 0, 1)
-        optimizer.optimizer.load_state_dict(compact.optimizer.state_dict())
-        set_grads(target, 1, 256.0)
-        before = [main.clone() for _, main in optimizer.main_params()]
+        bare.load_state_dict(compact.optimizer.state_dict())
         with pytest.raises(UsageError, match=r"beside exp_avg_scale: codes of torch.int8, which load_state_dict"):
-            optimizer.step()
-        assert all(bits_equal(one, main) for one, (_, main) in zip(before, optimizer.main_params(), strict=True))
+            constant(target, partial(_given, bare), 256.0, **options)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("options", [BOTH, {}], ids=["codes", "fp32"])
+def test_codes_are_loaded_into_the_wrapped_optimizer(options: dict[str, Any]) -> None:
+    """As codes, or as the fp32 moments that they stand for: as its wrapper loads them."""
+    for dtype in (torch.float16, torch.float32):
+        source = odd(dtype)
+        compact = optimizer_of(source, **BOTH)
+        steps(source, compact, 0, 1)
+        found = []
+        for loads_inner in (False, True):
+            target = odd(dtype)
+            optimizer = optimizer_of(target, **options)
+            optimizer.load_state_dict(compact.state_dict())
+            if loads_inner:
+                optimizer.optimizer.load_state_dict(compact.optimizer.state_dict())
+            found.append(steps(target, optimizer, 1, 3))
+        assert same_bits(*found)
 
 
 @pytest.mark.native

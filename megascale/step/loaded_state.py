@@ -1,0 +1,66 @@
+"""The wrapped optimizer's own ``load_state_dict()``, which casts state to the dtype of the parameter.
+
+Its state is that of main params. In fp16 second moments would become 0, and the next step would move a weight by many
+times the learning rate; 8-bit codes would become numbers.
+"""
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from megascale.step.lending import holders_of
+from megascale.utils.dtypes import HALF_DTYPES
+from megascale.utils.nests import map_tensors
+
+
+def keep_loaded_state(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Let ``inner.load_state_dict()`` take state as it is given, for as long as ``wrapper`` lives.
+
+    So do optimizers that ``inner`` holds. One that never ran torch's constructor has no hooks, and its own way to load.
+    """
+    for holder in holders_of(inner).values():
+        if hasattr(holder, "_optimizer_load_state_dict_pre_hooks"):
+            finalize(wrapper, holder.register_load_state_dict_pre_hook(_under_params).remove)
+
+
+def _under_params(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict with copies of its state, under the parameters themselves in place of their numbers.
+
+    What is under no number of a parameter is not cast by torch, and is the state of a parameter all the same.
+    """
+    saved = list(chain.from_iterable(_numbered(group) for group in state_dict["param_groups"]))
+    params = list(chain.from_iterable(group["params"] for group in inner.param_groups))
+    if len(saved) != len(params):
+        return state_dict  # torch says in which group
+    of_number = {number: (param, group) for (number, group), param in zip(saved, params, strict=True)}
+    state = dict(state_dict["state"])
+    for number in list(state):
+        if number in of_number and isinstance(state[number], Mapping):
+            param, group = of_number[number]
+            state[param] = {key: _copied(key, value, param, group) for key, value in state.pop(number).items()}
+    return {**state_dict, "state": state}
+
+
+def _numbered(group: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    return [(number, group) for number in group["params"]]
+
+
+def _copied(key: Any, value: Any, param: Tensor, group: dict[str, Any]) -> Any:
+    """Return a state where torch places it, in the dtype of a main param; codes and counts stay integers.
+
+    group: as saved, whose options tell where torch's own ``step()`` wants its count.
+    """
+    is_count = key == "step"
+    if is_count and not (group.get("capturable") or group.get("fused")):
+        return map_tensors(Tensor.clone, value)
+    dtype = torch.float32 if is_count or param.dtype in HALF_DTYPES else param.dtype
+
+    def copied(tensor: Tensor) -> Tensor:
+        is_number = is_count or tensor.is_floating_point()
+        return tensor.to(param.device, dtype if is_number else tensor.dtype, copy=True)
+
+    return map_tensors(copied, value)
