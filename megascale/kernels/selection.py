@@ -45,16 +45,30 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
 def host_backend() -> Backend:
     """Return the backend for updates in host memory while a device computes: native, else torch, with a warning.
 
-    It has this process's share of the cores: those that it may run on, by the number of ranks of this machine, which
-    torchrun tells. torchrun also sets OMP_NUM_THREADS=1, for programs whose ranks compute on the host alone.
+    It has this process's share of the cores: those that the launcher may run on, by the number of ranks of this
+    machine, which torchrun tells; at most those that this process is bound to. torchrun also sets OMP_NUM_THREADS=1,
+    for programs whose ranks compute on the host alone.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    num_ranks = int(ranks) if ranks.isdigit() and int(ranks) > 0 else 1
+    cores = _cores()
+    # The launcher may have divided its cores already (torchrun --numa-binding, numactl): not a second time.
+    divided = max(cores, _cores(os.getppid())) // num_ranks
     try:
-        return NativeBackend(max(1, cores // (int(ranks) if ranks.isdigit() and int(ranks) > 0 else 1)))
+        return NativeBackend(max(1, min(cores, divided)))
     except UsageError as error:
         _warn_once(f"{error}\nUsing the torch backend")
         return TorchBackend()
+
+
+def _cores(process: int = 0) -> int:
+    """Return how many cores a process may run on. 0: this one; where another's are not told, none."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    try:
+        return len(os.sched_getaffinity(process))
+    except OSError:
+        return 0
 
 
 def why_not(name: str, device: torch.device) -> str | None:

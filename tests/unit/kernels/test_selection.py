@@ -119,3 +119,36 @@ def test_interpreter_that_gives_no_results(triton: str, works: bool) -> None:
     fault = interpreter_fault(triton)
     assert (fault is None) is works
     assert works or "install triton>=3.7" in str(fault)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "own", "ranks", "expected"),
+    [
+        (16, 16, 4, 4),  # nobody is bound
+        (16, 4, 4, 4),  # each rank to its own cores
+        (16, 8, 4, 4),  # two ranks to each of two nodes
+        (16, 2, 4, 2),  # to fewer than its share
+        (8, 8, 4, 2),  # the launcher itself is bound
+        (0, 8, 4, 2),  # nothing is told of the launcher
+        (2, 2, 4, 1),
+        (16, 16, 1, 16),
+    ],
+)
+def test_host_threads_are_divided_once(
+    monkeypatch: pytest.MonkeyPatch, launcher: int, own: int, ranks: int, expected: int
+) -> None:
+    """A launcher that binds ranks to cores has divided them: they were divided by the number of ranks once more."""
+
+    def affinity(process: int) -> set[int]:
+        if process == 0:
+            return set(range(own))
+        if launcher == 0:
+            raise ProcessLookupError
+        return set(range(launcher))
+
+    asked: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", affinity)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(selection, "NativeBackend", asked.append)
+    selection.host_backend()
+    assert asked == [expected]
