@@ -372,7 +372,8 @@ def _joined(make: Callable[[], ProcessGroup], timeout: timedelta) -> ProcessGrou
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
     """Return how long a rank of ``group`` waits for another one; None where the backend does not say."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    devices = group._device_types  # none of a group that is a Python class of its own
+    options = getattr(group._get_backend(devices[0]), "options", None) if devices else None
     return getattr(options, "_timeout", None)
 
 
