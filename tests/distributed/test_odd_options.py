@@ -1,9 +1,6 @@
 """Options of param groups that are no numbers: each that differs between ranks is named, each that is equal passes."""
 
 import enum
-import functools
-from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -16,65 +13,24 @@ from tests.cells import FP32_STATE, Cell, integers
 from tests.pool import RankPool
 
 
-class _Mode(enum.Enum):
-    FAST = 1
-    EXACT = 2
-
-
 class _Word(str, enum.Enum):  # noqa: UP042 - its str() is another than a StrEnum's
     MEAN = "mean"
-
-
-@dataclass
-class _Plan:
-    warmup: int
-    shape: Any = None
-
-
-class _Holder:
-    """What cannot be compared: it may hold a rank's own."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def _half(value: float) -> float:
-    return value / 2
-
-
-def _third(value: float) -> float:
-    return value / 3
 
 
 OTHERS: dict[str, tuple[Any, Any]] = {
     "dtypes": (torch.float32, torch.bfloat16),
     "a dtype and None": (torch.float32, None),
     "a word and None": ("mean", None),
-    "functions": (_half, _third),
-    "functions of torch": (torch.mean, torch.sum),
-    "lambdas": (lambda x: x + 1, lambda x: x + 2),
-    "a function and None": (_half, None),
-    "partial functions": (functools.partial(_half, 1), functools.partial(_half, 2)),
-    "classes": (torch.nn.Linear, torch.nn.Conv2d),
-    "objects of two classes": (_Holder(1), _Plan(1)),
-    "dicts": ({"a": 1, "b": [1, {2}]}, {"a": 1, "b": [1, {3}]}),
+    "dicts": ({"a": 1, "b": [1, {"c": torch.float16}]}, {"a": 1, "b": [1, {"c": torch.float32}]}),
     "dicts of other keys": ({"a": 1}, {"b": 1}),
-    "sets": ({"a", "b"}, {"a", "c"}),
     "lists in lists": ([1, [2, (3, torch.float16)]], [1, [2, (3, torch.bfloat16)]]),
     "a list and a shorter one": ([1, 2], [1]),
-    "complex numbers": (1 + 2j, 1 + 3j),
-    "bytes": (b"a", b"b"),
-    "decimals": (Decimal("0.1"), Decimal("0.2")),
-    "enums": (_Mode.FAST, _Mode.EXACT),
-    "dataclasses": (_Plan(1, torch.float16), _Plan(1, torch.bfloat16)),
     "types of devices": (torch.device("cpu"), torch.device("cuda", 0)),
     "small tensors": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])),
     "large tensors": (torch.arange(100.0), torch.arange(1.0, 101.0)),
     "tensors of other shapes": (torch.ones(2, 50), torch.ones(50, 2)),
     "complex tensors": (torch.tensor([1j]), torch.tensor([2j])),
-    "arrays": (np.arange(3), np.arange(1, 4)),
     "numbers of numpy": (np.float32(0.5), np.float32(0.25)),
-    "ranges": (range(3), range(4)),
 }
 """What one rank has, and another."""
 ALIKE: dict[str, tuple[Any, Any]] = {
@@ -83,12 +39,9 @@ ALIKE: dict[str, tuple[Any, Any]] = {
     "a bool, and numpy's": (True, np.bool_(True)),
     "numbers that are not": (float("nan"), float("nan")),
     "dicts in another order": ({"a": 1, "b": {2: 3.0}}, {"b": {2.0: 3}, "a": True}),
-    "sets": ({"a", "b", "c", "d"}, {"d", "c", "b", "a"}),
     "a word, and an enum that is one": ("mean", _Word.MEAN),
     "tensors of two dtypes": (torch.arange(100), torch.arange(100.0, dtype=torch.bfloat16)),
     "devices of one type": (torch.device("cuda", 0), torch.device("cuda", 1)),
-    "objects": (_Holder(1), _Holder(2)),
-    "the same function": (_half, _half),
 }
 
 
@@ -119,11 +72,12 @@ def _tell(cell: Cell) -> dict[str, str]:
 def test_options_of_any_type_are_compared(cell: Cell, ranks: RankPool) -> None:
     """Invariant 12. Each rank names the option and both values, and what is equal lands.
 
+    These are the types that a state dict can hold: a first step refuses anything else.
+
     Two ranks also where parameters are replicated. How state is held makes no difference: there are no compact cells.
     """
     first, second = ranks.run(2, _tell, cell)
     assert first == second
     for name, message in first.items():
         assert "other settings: extra of param group 0 is " in message, (name, message)
-        assert " at 0x" not in message, (name, message)
     assert first.keys() == OTHERS.keys()
