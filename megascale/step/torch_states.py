@@ -37,7 +37,8 @@ def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mappi
     """Return the loaded state of parameter ``name`` as torch's own optimizers read it; others' is not converted.
 
     Python numbers, which older torch kept for ``step`` and the like, become 0-d fp32 tensors; so does an integer
-    ``step``, which torch's fused loops cannot add to.
+    ``step``, which torch's fused loops cannot add to. State that was made for 16-bit parameters becomes fp32, as in
+    torch's own ``load_state_dict()`` of an optimizer of fp32 parameters.
 
     Raises StateDictError for a ``step`` that is not one number.
     """
@@ -46,6 +47,9 @@ def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mappi
     made = {
         key: torch.tensor(float(value), dtype=torch.float32, device="cpu") if _is_number(value) else value
         for key, value in state.items()
+    }
+    made |= {
+        key: value.float() for key, value in made.items() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES
     }
     if "step" in made:
         step = made["step"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import MixedPrecisionOptimizer
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer
 from megascale.checkpoint import load, save
 from megascale.errors import StateDictError
 from tests.cells import CELLS, Cell, Given, adamw, integers
@@ -153,6 +153,40 @@ def test_a_plain_optimizers_run_goes_on(cell: Cell, ranks: RankPool) -> None:
     for dtype in DTYPES:
         for wrong in ranks.run(cell.world_size, _from_torch, cell, dtype):
             assert wrong == [], f"from {dtype}"
+
+
+OWN_STEP = {
+    "Adafactor": torch.optim.Adafactor,
+    "NAdam": torch.optim.NAdam,
+    "RMSprop": torch.optim.RMSprop,
+    "Adagrad": torch.optim.Adagrad,
+}
+
+
+@pytest.mark.filterwarnings("ignore:load_state_dict")
+@pytest.mark.parametrize("kind", OWN_STEP)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_state_made_for_16_bit_weights_is_fp32_from_then_on(kind: str, dtype: torch.dtype) -> None:
+    """Of optimizers that run their own step(), also of shapes that are not the weights'. In fp32 it stayed 16-bit.
+
+    Replicated: these are sharded by parameters alone, where each owner's state is loaded in the same way.
+    """
+    source = Given([(8, 4), (4,)]).bfloat16()
+    plain = OWN_STEP[kind](source.parameters())
+    source(integers([(8, 4), (4,)], 1)).backward()
+    plain.step()
+    model = Given([(8, 4), (4,)]).to(dtype)
+    _copy_weights(model, source)
+    scaler = ConstantGradScaler(1.0) if dtype == torch.float16 else None
+    optimizer = MixedPrecisionOptimizer(OWN_STEP[kind](model.named_parameters()), grad_scaler=scaler)
+    optimizer.load_state_dict(plain.state_dict())
+    loaded = optimizer.state_dict()["optimizer"]["state"]
+    for (name, _), param in zip(model.named_parameters(), source.parameters(), strict=True):
+        for key, value in plain.state[param].items():
+            assert loaded[name][key].dtype == torch.float32
+            assert torch.equal(loaded[name][key], value.float())
+    optimizer.scale_loss(model(integers([(8, 4), (4,)], 2))).backward()
+    assert optimizer.step().success
 
 
 def _unnamed(named: Any) -> torch.optim.Optimizer:
