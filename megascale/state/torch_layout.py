@@ -26,7 +26,7 @@ from torch import Tensor
 from megascale.errors import StateDictError, listed
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.shard import ParamShard
-from megascale.state.schema import OWN_STATE_DICT, SHARED_STATE
+from megascale.state.schema import OWN_STATE_DICT, SHARED_STATE, is_held_as_codes
 from megascale.state.torch_frames import is_told_to_skip
 from megascale.step.counter import COUNT_KEYS
 from megascale.step.spikes import NORM_KEYS
@@ -61,8 +61,9 @@ class StateDict(dict[str, Any]):
     once it is written to, or one of the two is taken out by :meth:`pop`, torch's layout takes the place of ours, so
     that what was written is saved, copied and loaded. It carries all that ours does.
 
-    Pickled it is a plain ordered dict of our layout, in which ``state`` and ``param_groups`` are
-    ``["optimizer"]["state"]`` and ``["optimizer"]["param_groups"]`` themselves: what is written to one is the other's.
+    Copied or pickled it is a plain ordered dict of our layout, in which ``state`` and ``param_groups`` are
+    ``["optimizer"]["state"]`` and ``["optimizer"]["param_groups"]`` themselves: what is written to one is the other's,
+    and a torch optimizer loads the dict. Without ``state`` where moments are 8-bit codes, which torch cannot read.
     """
 
     _torch_layout: dict[str, Any] | None = None
@@ -135,26 +136,26 @@ class StateDict(dict[str, Any]):
         dict.clear(self)
         dict.update(self, layout)
 
-    def copy(self) -> "StateDict":
-        """Return a shallow copy."""
-        return StateDict(self.items())
+    def copy(self) -> dict[str, Any]:
+        """Return a shallow copy, as :func:`torch.load` returns it: torch's optimizers copy what they load."""
+        plain = OrderedDict(self)
+        own = plain.get("optimizer", {})
+        # Torch would take codes for moments: it finds no state to load.
+        keys = [key for key in TORCH_KEYS if key in own and not (key == "state" and _holds_codes(own[key]))]
+        return OrderedDict([*plain.items(), *((key, own[key]) for key in keys)])
 
     def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         return dict(self) | dict(other)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        plain = OrderedDict(self)
-        own = plain.get("optimizer", {})
-        return (
-            OrderedDict,
-            (),
-            None,
-            None,
-            iter([*plain.items(), *((key, own[key]) for key in TORCH_KEYS if key in own)]),
-        )
+        return OrderedDict, (), None, None, iter(self.copy().items())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StateDict":
         return StateDict(deepcopy(dict(self), memo))
+
+
+def _holds_codes(states: Mapping[str, Any]) -> bool:
+    return any(is_held_as_codes(key, value) for state in states.values() for key, value in state.items())
 
 
 def require_one_layout(state_dict: Any) -> None:

@@ -52,6 +52,8 @@ class _AtStart(TrainerCallback):
         """Copy it."""
         optimizer = kwargs["optimizer"].optimizer
         self.state = optimizer.state_dict() if isinstance(optimizer, MixedPrecisionOptimizer) else {}
+        self.moments = [dict(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
+        self.moments = [{key: value.clone() for key, value in one.items() if value is not None} for one in self.moments]
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.weights = {name: param.detach().clone() for name, param in kwargs["model"].named_parameters()}
 
@@ -133,6 +135,35 @@ def test_an_adopted_trainer_resumes_in_another_precision(source: str, dtype: str
     assert len(said) == int(changed)
     assert len(logged(trainer, "loss")) == STEPS
     assert all(torch.isfinite(main).all() for _, main in optimizer_of(trainer).main_params())
+
+
+@pytest.mark.parametrize("plain", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plain_trainer_resumes_an_adopted_one(plain: str, dtype: str, tmp_path: Path) -> None:
+    """What torch's AdamW keeps is in the file as torch saves it. It was KeyError: 'param_groups'."""
+    expected, *_ = _train(tmp_path / "ours", dtype)
+    saved, weights = _saved(tmp_path / "ours")
+    trainer, start, _ = _train(tmp_path / "plain", plain, tmp_path / "ours" / f"checkpoint-{SAVED_AT}", adopted=False)
+    names = [name for group in saved["optimizer"]["param_groups"] for name in group["params"]]
+    assert len(start.moments) == len(names)
+    for name, moments in zip(names, start.moments, strict=True):
+        ours = saved["optimizer"]["state"][name]
+        assert moments.keys() == ours.keys()
+        assert all(bits_equal(value, ours[key].to(value.dtype)) for key, value in moments.items())
+        assert bits_equal(start.weights[name], weights[name].to(DTYPES[plain]))
+    assert logged(trainer, "learning_rate") == logged(expected, "learning_rate")
+    assert logged(trainer, "loss") == pytest.approx(logged(expected, "loss"), rel=5e-3)
+
+
+def test_a_plain_trainer_does_not_take_codes_for_moments(tmp_path: Path) -> None:
+    """8-bit moments are refused by torch, as it finds no state; ours with fp32 moments decodes them."""
+    _train(tmp_path / "ours", "bf16", **STATES["compact"])
+    with pytest.raises(KeyError, match="state"):
+        _train(tmp_path / "plain", "fp32", tmp_path / "ours" / f"checkpoint-{SAVED_AT}", adopted=False)
+    _, start, _ = _train(tmp_path / "wide", "bf16", tmp_path / "ours" / f"checkpoint-{SAVED_AT}")
+    assert {value.dtype for one in start.state["optimizer"]["state"].values() for value in one.values()} == {
+        torch.float32
+    }
 
 
 def test_the_scale_of_autocast_is_left_alone(tmp_path: Path) -> None:
