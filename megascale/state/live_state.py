@@ -255,7 +255,7 @@ class LiveState(HeldState):
             if name in states and (name not in mains or self.main_params.keeps(param)):
                 required = self.update.required_state(options[id(param)])
                 placed = self._placed_state(name, param, _counted(states[name], required))
-                plan.states.append((param, self.update.readable_state(name, placed)))
+                plan.states.append((param, self.update.readable_state(name, placed, param.dtype)))
         return plan
 
     def _planned_options(self, live: Mapping[str, Any], given: Mapping[str, Any], index: int) -> dict[str, Any]:

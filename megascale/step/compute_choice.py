@@ -134,8 +134,8 @@ class ComputeChoice(InnerUpdate):
         self.way.check_options(options)
 
     @override
-    def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        return self.way.readable_state(name, state)
+    def readable_state(self, name: str, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        return self.way.readable_state(name, state, dtype)
 
     @override
     def update_signature(self) -> str:

@@ -127,8 +127,8 @@ class HostUpdate(InnerUpdate):
         self._host.check_options(options)
 
     @override
-    def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        return self._host.readable_state(name, state)
+    def readable_state(self, name: str, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        return self._host.readable_state(name, state, dtype)
 
     @override
     def update_signature(self) -> str:

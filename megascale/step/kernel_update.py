@@ -195,7 +195,7 @@ class KernelUpdate(InnerUpdate):
         self.required_state(options)
 
     @override
-    def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    def readable_state(self, name: str, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         """Return a copy of the dict: :meth:`create_states` converts its tensors."""
         return dict(state)
 

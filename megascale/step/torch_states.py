@@ -33,12 +33,14 @@ def is_per_element(key: str, value: Tensor, param: Tensor) -> bool:
     return value.shape == param.shape and (value.dim() > 0 or key not in PER_PARAMETER)
 
 
-def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+def with_tensor_counts(
+    optimizer: torch.optim.Optimizer, name: str, state: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Any]:
     """Return the loaded state of parameter ``name`` as torch's own optimizers read it; others' is not converted.
 
     Python numbers, which older torch kept for ``step`` and the like, become 0-d fp32 tensors; so does an integer
-    ``step``, which torch's fused loops cannot add to. State that was made for 16-bit parameters becomes fp32, as in
-    torch's own ``load_state_dict()`` of an optimizer of fp32 parameters.
+    ``step``, which torch's fused loops cannot add to. State that was made for 16-bit parameters becomes fp32 where the
+    parameter's ``dtype`` is, as in torch's own ``load_state_dict()``; of 16-bit ones :func:`widen` converts it.
 
     Raises StateDictError for a ``step`` that is not one number.
     """
@@ -49,7 +51,9 @@ def with_tensor_counts(optimizer: torch.optim.Optimizer, name: str, state: Mappi
         for key, value in state.items()
     }
     made |= {
-        key: value.float() for key, value in made.items() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES
+        key: value.to(dtype)
+        for key, value in made.items()
+        if isinstance(value, Tensor) and value.dtype in HALF_DTYPES and dtype not in HALF_DTYPES
     }
     if "step" in made:
         step = made["step"]

@@ -66,8 +66,8 @@ class GeneralUpdate(InnerUpdate):
         check_options(self.optimizer, options)
 
     @override
-    def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        return with_tensor_counts(self.optimizer, name, state)
+    def readable_state(self, name: str, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        return with_tensor_counts(self.optimizer, name, state, dtype)
 
     @override
     def update_signature(self) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from megascale.kernels import (
@@ -107,8 +108,11 @@ class InnerUpdate(Protocol):
     def check_options(self, options: dict[str, Any]) -> None:
         """Raise an error for options of a param group that :meth:`prepare` could not use."""
 
-    def readable_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a loaded state of the parameter ``name`` in the types that the update reads. Raises StateDictError."""
+    def readable_state(self, name: str, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        """Return a loaded state of the parameter ``name``, of ``dtype``, in the types that the update reads.
+
+        Raises StateDictError.
+        """
 
     def update_signature(self) -> str:
         """Return what decides how an update rounds, besides its options: the same on ranks whose bits are the same."""
