@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
 from megascale.grad_sync.bucket import FlatBucket, main_grad_dtype
+from megascale.grad_sync.clipping_by_hand import refuse_while_there
 from megascale.grad_sync.construction import Construction, param_forms, ranks_by_field
 from megascale.grad_sync.grad_hook import GradHook, find_under_ddp, require_unowned
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, BufferLayout, ParamSize, build_layouts
@@ -165,6 +166,7 @@ class GradSync:
         self._is_away = self._pinned = False
         self._ddp_is_absent = False
         self.has_taken = False
+        refuse_while_there(self)
         self.add(named_parameters)
         if not self.buckets and not self.is_sharded:
             raise ArgumentError("named_parameters has no parameter with requires_grad")

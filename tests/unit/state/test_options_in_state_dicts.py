@@ -130,7 +130,11 @@ def test_state_of_a_schedule_with_numbers_of_numpy(kind: str, tmp_path: Path) ->
         schedule.step(optimizer.step().success)
 
 
-@pytest.mark.parametrize("value", [lambda: 1, np.ones(2), {1, 2}, 1j, torch.strided, object()], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [lambda: 1, np.ones(2), {1, 2}, 1j, torch.strided, object()],
+    ids=["a function", "an array", "a set", "a complex number", "a layout", "an object"],
+)
 def test_what_cannot_be_saved_is_refused_before_the_first_step(value: Any) -> None:
     """And not hours later, at the first save. Nothing has changed."""
     module = model()
