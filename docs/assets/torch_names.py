@@ -17,7 +17,7 @@ LIST = "utils/torch_names.py"
 
 OTHERS = {
     "sys": {"_getframe", "_current_frames"},
-    "typing": {"_replace"},  # a documented method of named tuples
+    "typing": {"_make", "_replace"},  # documented methods of named tuples
     "triton": {"_elementwise_max", "_sum_combine"},
     "lightning": {"_after_closure", "_clip_gradients", "_optimizer"},
     "accelerate": {"_optimizers", "_use_scaler"},
