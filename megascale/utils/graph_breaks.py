@@ -1,7 +1,7 @@
-"""Keeps an optimizer's own work out of the graphs of torch.compile: a program that compiles its training step has a
-graph break there, and the values of a step that is not compiled.
+"""Keeps an optimizer's own work out of the graphs of torch.compile.
 
-A step calls native kernels by address, counts on the host and talks to other ranks; none of it can be traced.
+A program that compiles its training step has a graph break there, and the values of a step that is not compiled. A
+step calls native kernels by address, counts on the host and talks to other ranks; none of it can be traced.
 """
 
 from collections.abc import Callable
