@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from verl.utils.device import get_device_name
@@ -169,7 +169,9 @@ class MegascaleEngine:
         weights, optimizer = get_state_dict(engine.module, self.optimizer)
         state = {"model": weights, "optimizer": optimizer, **self._scaler_state()}
         dcp_load(state, checkpoint_id=_folder(local_path))
-        set_state_dict(engine.module, self.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
+        # Weights first: set_state_dict() writes them last, and a write of weights resets remainders.
+        set_model_state_dict(engine.module, weights)
+        set_optimizer_state_dict(engine.module, self.optimizer, optimizer)
         if "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         manager = engine.checkpoint_manager

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megascale.config import StepConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, listed
@@ -60,8 +59,9 @@ class MainParams:
     """The share of the copies' elements that lives there, at least."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        # Weakly: a name goes with its parameter, before another one has its id.
-        self._explicit_names = WeakIdKeyDictionary({param: name for name, param in named})
+        # With the parameter, whose id no other one can have then. Not weakly: torch.utils.swap_tensors(), by which a
+        # module of FSDP2 is moved, refuses tensors that have weak references.
+        self._explicit_names = {id(param): (name, param) for name, param in named}
         self._by_id: dict[int, MainParam] = {}
         self._known: list[list[nn.Parameter]] = []
         self._tracker = WriteTracker([])
@@ -150,7 +150,7 @@ class MainParams:
             for param in group["params"]:
                 if id(param) in seen:
                     known = self._by_id.get(id(param))
-                    name = known.name if known is not None else self._explicit_names.get(param)
+                    name = known.name if known is not None else self._explicit_names.get(id(param), (None,))[0]
                     story = "a parameter" if name is None else repr(name)
                     raise ArgumentError(
                         f"param_groups[{index}] holds {story} that param_groups held before; list each parameter once"
@@ -182,7 +182,7 @@ class MainParams:
                     f"a param group has {len(group['params'])} params and {len(given)} param_names; give one to each"
                 )
             for param, name in zip(group["params"], given, strict=True):
-                names[id(param)] = self._explicit_names.get(param) or name or str(position)
+                names[id(param)] = self._explicit_names.get(id(param), (name,))[0] or str(position)
                 position += 1
         seen: set[str] = set()
         for name in names.values():

@@ -242,7 +242,8 @@ def test_checkpoints_hold_tensors_and_primitives(tmp_path: Path) -> None:
     run = fitted(Regression((1,)), MegascalePrecision("16-true", grad_scaler=scaler()))
     run.save_checkpoint(tmp_path / "checkpoint")
     loaded = torch.load(tmp_path / "checkpoint", weights_only=True)
-    assert_same(loaded["optimizer_states"][0], run.optimizers[0].state_dict())
+    state = run.optimizers[0].state_dict()
+    assert_same({key: loaded["optimizer_states"][0][key] for key in state}, state)  # a file has torch's layout besides
     assert loaded["optimizer_states"][0]["grad_scaler"]["scale"].item() == run.optimizers[0].get_loss_scale().item()
 
 
@@ -260,7 +261,7 @@ def test_saves_after_training_on_an_accelerator(tmp_path: Path) -> None:
     run.save_checkpoint(tmp_path / "checkpoint")
     assert {param.device.type for param in module.parameters()} == {"cpu"}
     loaded = torch.load(tmp_path / "checkpoint", weights_only=True)
-    assert_same(loaded["optimizer_states"][0], trained[0])
+    assert_same({key: loaded["optimizer_states"][0][key] for key in trained[0]}, trained[0])
 
 
 def test_a_second_fit_starts_anew_on_the_same_plugin() -> None:

@@ -380,7 +380,7 @@ def test_a_line_and_json_for_each_skip(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def _bare_record(*given: Any) -> SimpleNamespace:
-    return SimpleNamespace(found_inf=given[3], scaler=given[4])
+    return SimpleNamespace(found_inf=given[3], scaler=given[4], step=None)
 
 
 def _operators(reports: bool, recorder: bool, monkeypatch: pytest.MonkeyPatch) -> Any:

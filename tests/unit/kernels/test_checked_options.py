@@ -180,6 +180,8 @@ def test_params_of_a_group_may_be_any_sequence(kind: Callable[[list[Any]], Any])
     """Torch steps a tuple; the library that reads many at once reads lists, and would read past the end of others."""
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.5))
+    for param in params:
+        param.grad = torch.zeros(2)
     optimizer.step()
     optimizer.param_groups[0]["params"] = kind(params)
     for param in params:
