@@ -20,7 +20,7 @@ built anew, because their tables hold addresses. Only then are its values taken.
 """
 
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from operator import attrgetter, gt
 from typing import Any
 
 from torch import Tensor
@@ -82,8 +82,13 @@ class WriteTracker:
         return self.has_new_version(slot) or rows([held(self._params[slot])]) != [self._rows[slot]]
 
     def has_new_version(self, slot: int) -> bool:
-        """Return whether torch has counted a write by others into the param in ``slot``. Moving it is none."""
-        return self._read_versions([self._params[slot]]) != [self._versions[slot]]
+        """Return whether torch has counted a write by others into the param in ``slot``. Moving it is none.
+
+        A version that is lower than before belongs to another tensor: FSDP2 puts one into the DTensor at every
+        ``module.to()``, of the same elements.
+        """
+        [now], before = self._read_versions([self._params[slot]]), self._versions[slot]
+        return any(map(gt, now, before)) if self._are_dtensors else now > before
 
     def written(self) -> list[int]:
         """Return the slots of params that others have written, or that have moved."""

@@ -84,3 +84,23 @@ def test_fsdp2_equals_one_process(ranks: RankPool, world: int, inner: str) -> No
         assert [step for step, row in enumerate(seen) if not row[0]] == sorted(OVERFLOWS)
         assert difference < 2e-3
     assert sum(owned for *_, owned in results) == numel  # each rank's main params are its shard alone
+
+
+def _moved() -> float:
+    module = model(dtype=torch.bfloat16)
+    fully_shard(module)
+    config = OptimizerConfig(bf16=True, store_param_remainders=True)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters(), 1e-3), config)
+    for step in range(3):
+        optimizer.zero_grad()
+        module(_data(step, 0).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+    before = [main.to_local().clone() for _, main in optimizer.main_params() if isinstance(main, DTensor)]
+    module.to("cpu")
+    after = [main.to_local() for _, main in optimizer.main_params() if isinstance(main, DTensor)]
+    return max((one - other).abs().max().item() for one, other in zip(before, after, strict=True) if one.numel())
+
+
+def test_a_move_keeps_remainders(ranks: RankPool) -> None:
+    """FSDP2's ``module.to()`` puts other tensors of the same elements into the DTensors: nobody wrote a weight."""
+    assert ranks.run(1, _moved) == [0.0]
