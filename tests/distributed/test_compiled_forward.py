@@ -180,6 +180,7 @@ def _reset() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("held", "way", "when"),
     cases(
@@ -240,6 +241,7 @@ def _parts_apart(held: str) -> bool:
     return all(map(bits_equal, _weights(reference), _weights(model)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("held", HELD)
 def test_parts_apart(ranks: RankPool, held: str) -> None:
     """A part waits although the whole has waited in the step before, and the other way round."""

@@ -205,7 +205,7 @@ WAYS = ("whole", "alone")
 @pytest.mark.parametrize(
     ("cell", "way", "backend"),
     [
-        *(pytest.param(cell, "whole", "aot_eager") for cell in QUICK),
+        *(pytest.param(cell, "whole", "aot_eager", marks=pytest.mark.slow) for cell in QUICK),
         pytest.param(QUICK[0], "alone", "eager"),
         *(
             pytest.param(cell, way, "eager", marks=pytest.mark.slow)
@@ -226,7 +226,7 @@ def test_compiled_steps_have_the_bits_of_others(ranks: RankPool, cell: Cell, way
     _check(way, ranks.run(cell.world_size, _compare, (way, backend), _wrapped, cell))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param("whole", marks=pytest.mark.slow), "alone"])
 def test_compiled_steps_of_a_chain(way: str) -> None:
     """A chain's steps; the scale is there once for both members."""
     _check(way, [_compare((way, "eager"), _wrapped, QUICK[0], chained=True)])
@@ -235,9 +235,8 @@ def test_compiled_steps_of_a_chain(way: str) -> None:
 @pytest.mark.parametrize(
     ("fused", "way", "backend"),
     [
-        (True, "whole", "aot_eager"),
         (False, "alone", "eager"),
-        pytest.param(False, "whole", "aot_eager", marks=pytest.mark.slow),
+        *(pytest.param(fused, "whole", "aot_eager", marks=pytest.mark.slow) for fused in (True, False)),
         pytest.param(True, "alone", "eager", marks=pytest.mark.slow),
         *(_inductor(fused, way, "inductor") for fused in (True, False) for way in WAYS),
     ],

@@ -61,6 +61,7 @@ _IN_FULL = cases(
 Run = tuple[dict[str, Any], list[Tensor], list[float]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cell", _IN_FULL, ids=str)
 def test_a_run_with_a_schedule_is_resumed_in_every_way(cell: Cell, ranks: RankPool, tmp_path: Path) -> None:
     """After landed and skipped steps, saved and loaded into a run that has just begun: the same state, types too, and

@@ -17,6 +17,7 @@ def _by_torchs_kernels(name: str) -> bool:
     return life.inner in ("adamw", "adam", "amsgrad", "nesterov", "muon") and not life.fields.items() >= CODES.items()
 
 
+@pytest.mark.sampled(6, rest="slow")
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("name", LIVES)
 def test_lives_have_the_recorded_bits(name: str, backend: str, ranks: RankPool) -> None:

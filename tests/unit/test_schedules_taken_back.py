@@ -23,6 +23,7 @@ def _overwritten(options: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in own.items() if key in options and key not in moving}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("how", ["program", "load_state_dict"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_options_that_others_set_stay(name: str, how: str) -> None:
@@ -73,6 +74,7 @@ ATTRIBUTES: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("through", ["wrapper", "schedule"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_attributes_reach_the_schedule_and_stay(name: str, through: str) -> None:

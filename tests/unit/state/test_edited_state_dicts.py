@@ -55,6 +55,7 @@ def _trained() -> Any:
     return optimizer
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("road", ROADS)
 def test_what_was_written_is_loaded_by_every_road(road: str) -> None:
     """A rate, moments, a main param and the loss scale, through whatever copies a state dict: it was dropped."""

@@ -67,6 +67,7 @@ def _reloaded(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_numbers_of_numpy_and_the_like_in_every_cell(cell: Cell, ranks: RankPool, tmp_path: Path) -> None:
     """Saved in every way they are Python's own numbers and words. numpy's were a file that `weights_only` refused, or

@@ -79,6 +79,7 @@ def _resume(cell: Cell, kind: str, way: str, folder: str) -> list[bool]:
     return [bits_equal(whole(mine), whole(theirs)) for mine, theirs in pairs]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["lookahead", "warming"])
 @pytest.mark.parametrize("cell", OWN_CELLS, ids=str)

@@ -177,6 +177,7 @@ def _overflow(cell: Cell, remainders: bool, at: int) -> list[bool]:
     return kept
 
 
+@pytest.mark.sampled(11)
 @in_whole_cells
 @pytest.mark.parametrize("at", [0, 2], ids=["first", "last"])
 def test_an_overflow_leaves_everything_as_it_was(cell: Cell, remainders: bool, at: int, ranks: RankPool) -> None:
