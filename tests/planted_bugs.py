@@ -49,9 +49,9 @@ def _changed_when_it_has_arrived(original: Any, reduction: Any, divisor: Any) ->
 def _of_the_step_before(original: Any, grads: Any, unit: Any) -> Any:
     found = original(grads, unit)
     if isinstance(found, tuple):
-        now = [grad.clone() for grad in found[1]]
+        now = [grad.clone() for grad in found.grads]
         before = grads.__dict__.setdefault("planted", {})
-        found = (found[0], type(found[1])(before.get(id(unit), now)))
+        found = found._replace(grads=type(found.grads)(before.get(id(unit), now)))
         before[id(unit)] = now
     return found
 

@@ -54,7 +54,7 @@ def test_nan_is_skipped_or_named_on_all_ranks(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("stride", "flips"),
-    [pytest.param(460, 50, marks=pytest.mark.slow), pytest.param(23, 1000, marks=weekly(minutes=2))],
+    [pytest.param(240, 50, marks=pytest.mark.slow), pytest.param(12, 1000, marks=weekly(minutes=2))],
 )
 def test_any_content_of_any_file(stride: int, flips: int, tmp_path: Path) -> None:
     """Flipped bits; missing, cut, foreign and pickled files in the place of each: a CheckpointError and no live bit
