@@ -61,7 +61,7 @@ def test_any_content_of_any_file(stride: int, flips: int, tmp_path: Path) -> Non
     changes, or the very values that were saved.
     """
     _check(flipped_bytes(tmp_path / "flipped", stride), flips)
-    _check(wrong_contents(tmp_path / "contents"), 29)
+    _check(wrong_contents(tmp_path / "contents"), 20)
 
 
 @weekly(minutes=0.5)
