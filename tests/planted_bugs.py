@@ -17,7 +17,7 @@ from megascale.grad_sync.reduction import BucketReduction
 from megascale.grad_sync.sync import GradSync
 from megascale.main_params.gather import GatheredBucket
 from megascale.step.kernel_update import KernelUpdate
-from megascale.step.local_grads import ReadyGrads
+from megascale.step.local_grads import Found, ReadyGrads
 
 EXAMPLE = Path(__file__).parents[1] / "examples/wrong_gradient.py"
 
@@ -48,7 +48,7 @@ def _changed_when_it_has_arrived(original: Any, reduction: Any, divisor: Any) ->
 
 def _of_the_step_before(original: Any, grads: Any, unit: Any) -> Any:
     found = original(grads, unit)
-    if isinstance(found, tuple):
+    if isinstance(found, Found):
         now = [grad.clone() for grad in found.grads]
         before = grads.__dict__.setdefault("planted", {})
         found = found._replace(grads=type(found.grads)(before.get(id(unit), now)))
