@@ -3,7 +3,9 @@
 ``torchrun --standalone --nproc-per-node 2 -m tests.planted_bugs``: prints the example's lines under each bug's name.
 """
 
+import io
 import runpy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,4 +107,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Both ranks print into one pipe. Unbuffered, a line's text and its end are two writes, between which the other
+        # rank's come; a line that is buffered up to its end is one.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     main()
