@@ -1,6 +1,5 @@
 """Reads Accelerate's folders, as ``Accelerator.save_state`` writes them."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from megascale.errors import InteropError
@@ -23,12 +22,7 @@ def recognises(source: Source) -> bool:
 
 def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
     """Return the scaler's state; None if there is no ``scaler.pt``: ``mixed_precision`` was not "fp16"."""
-    for path in source.files(SCALER):
-        state = read_file(path)
-        if not isinstance(state, Mapping):
-            raise InteropError(f"{path} is no state dict")
-        return torch_amp.parse(state, SYSTEM, (SCALER,))
-    return None
+    return torch_amp.find_in_file(source, SCALER, SYSTEM)
 
 
 def find_state(source: Source, names: Names | None = None) -> FoundState | None:

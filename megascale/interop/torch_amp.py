@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megascale.errors import InteropError
+from megascale.interop.files import read_file
 from megascale.interop.scaler_state import NO_CEILING, NO_FLOOR, FoundScaler, ScalerConfig, as_int, constant, dynamic
 from megascale.interop.source import Source
 
@@ -41,6 +42,20 @@ def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
         return None
     key, state = chosen(states, index, source.where, "grad scalers")
     return parse(state, mapped=(f"grad scaler: key {key!r}",))
+
+
+def find_in_file(source: Source, name: str, system: str) -> FoundScaler | None:
+    """Return the scaler in ``source``'s file ``name``, which ``system`` wrote; None if there is no such file.
+
+    Raises:
+        InteropError: it is no scaler's state dict.
+    """
+    for path in source.files(name):
+        state = read_file(path)
+        if not isinstance(state, Mapping):
+            raise InteropError(f"{path} is no state dict")
+        return parse(state, system, (name,))
+    return None
 
 
 def parse(state: Mapping[str, Any], system: str = SYSTEM, mapped: tuple[str, ...] = ()) -> FoundScaler:

@@ -31,12 +31,7 @@ def recognises(source: Source) -> bool:
 
 def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
     """Return the scaler's state; None if there is no ``scaler.pt``: the run was not one of ``fp16=True``."""
-    for path in source.files(SCALER):
-        state = read_file(path)
-        if not isinstance(state, Mapping):
-            raise InteropError(f"{path} is no state dict")
-        return torch_amp.parse(state, SYSTEM, (SCALER,))
-    return None
+    return torch_amp.find_in_file(source, SCALER, SYSTEM)
 
 
 def find_state(source: Source, names: Names | None = None) -> FoundState | None:
