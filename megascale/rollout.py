@@ -1,6 +1,5 @@
 """Weights for a rollout: what a model computes with now, whole on every rank, by name."""
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -13,22 +12,6 @@ from megascale.utils.dtensors import is_dtensor
 from megascale.utils.param_names import bare
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
-
-
-@contextlib.contextmanager
-def whole_weights(optimizer: MegascaleOptimizer) -> Iterator[None]:
-    """Return a context in which ``model.named_parameters()`` is current: all weights of the last step have arrived.
-
-    With ``overlap_param_gather=True`` or ``overlap_cpu_optimizer_d2h_h2d=True`` a parameter that is read after a
-    step may still be the old weight: modules wait in forward, and for a state dict, but nobody waits for a reader.
-    Take no step inside of the context.
-    FSDP2's parameters stay DTensors: see :func:`rollout_weights`.
-
-    Args:
-        optimizer: any of megascale's.
-    """
-    optimizer.finish_param_gather()
-    yield
 
 
 @torch.no_grad()

@@ -232,7 +232,7 @@ def whole_state(optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+def gathered_weights(module: nn.Module) -> dict[str, Tensor]:
     """Every parameter, whole."""
     return {name: whole(param) for name, param in module.named_parameters()}
 

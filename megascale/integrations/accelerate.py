@@ -5,7 +5,6 @@
 """
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -346,26 +345,3 @@ def adopt(accelerator: accelerate.Accelerator, *, grad_scaler: GradScaler | None
     accelerator._is_adopted = True
     accelerator._use_scaler(grad_scaler)
     return accelerator
-
-
-@contextlib.contextmanager
-def adopting() -> Iterator[None]:
-    """Return a context in which every ``accelerate.Accelerator`` that is made is adopted, see :func:`adopt`.
-
-    For a program that makes its own, out of reach:
-
-        with adopting():
-            program.main()
-
-    Subclasses of Accelerate's class are left alone. Not for several threads at once.
-    """
-    original = accelerate.Accelerator.__init__
-
-    @functools.wraps(original)
-    def adopted(self: accelerate.Accelerator, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if type(self) is accelerate.Accelerator:
-            adopt(self)
-
-    with replaced(accelerate.Accelerator, "__init__", adopted):
-        yield

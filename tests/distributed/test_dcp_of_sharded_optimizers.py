@@ -23,7 +23,7 @@ from tests.distributed.test_dcp_state_dict import (
     quiet,
     set_optimizer_state_dict,
 )
-from tests.fsdp2_cases import INNER, Net, unlike, whole_state, whole_weights
+from tests.fsdp2_cases import INNER, Net, gathered_weights, unlike, whole_state
 from tests.pool import RankPool
 from tests.training import set_grads
 
@@ -47,7 +47,7 @@ def _sharded_by_us(option: str) -> list[Any]:
     set_optimizer_state_dict(other, resumed, given, options=put)
     return [
         unlike(whole_state(resumed), whole_state(optimizer)),
-        unlike(whole_weights(other), whole_weights(module)),
+        unlike(gathered_weights(other), gathered_weights(module)),
     ]
 
 

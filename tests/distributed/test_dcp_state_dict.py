@@ -25,7 +25,7 @@ from megascale import (
 from megascale.errors import StateDictError
 from megascale.utils.dtensors import to_local
 from tests.cases import cases
-from tests.fsdp2_cases import Case, Net, Row, train, unlike, whole, whole_state, whole_weights
+from tests.fsdp2_cases import Case, Net, Row, gathered_weights, train, unlike, whole, whole_state
 from tests.pool import RankPool
 from tests.training import bits_equal, model, set_grads
 
@@ -130,7 +130,7 @@ Resumed = tuple[dict[str, Any], dict[str, Tensor], list[Row], Mains]
 
 
 def _rest(case: Case, module: Net, optimizer: MixedPrecisionOptimizer) -> Resumed:
-    state, weights = whole_state(optimizer), whole_weights(module)
+    state, weights = whole_state(optimizer), gathered_weights(module)
     rows = train(module, optimizer, case, range(SAVED_AT, STEPS), BAD)
     return state, weights, rows, {name: whole(main) for name, main in optimizer.main_params()}
 
@@ -219,7 +219,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def _everything(module: nn.Module, optimizer: Any) -> dict[str, Any]:
-    weights = {f"model.{name}": value for name, value in whole_weights(module).items()}
+    weights = {f"model.{name}": value for name, value in gathered_weights(module).items()}
     return whole_state(optimizer) | weights | {"skipped": optimizer.num_skipped_steps.clone()}
 
 
@@ -234,13 +234,13 @@ def _round_trip(case: Case, option: str, steps: int) -> list[Any]:
     changed = unlike(_everything(module, optimizer), before)
     count = len(given)
     other, resumed = case.build(seed=1)
-    fresh = whole_weights(other)
+    fresh = gathered_weights(other)
     set_optimizer_state_dict(other, resumed, given, options=put)
-    weights = unlike(whole_weights(other), whole_weights(module))
+    weights = unlike(gathered_weights(other), gathered_weights(module))
     stepped = resumed.recipe.members[0].counter.steps + sum(param.grad is not None for param in other.parameters())
     same = unlike(whole_state(resumed), whole_state(optimizer))
     halves = any(param.dtype == torch.float16 for param in other.parameters())
-    return [changed, same, weights if halves else unlike(whole_weights(other), fresh), stepped, count]
+    return [changed, same, weights if halves else unlike(gathered_weights(other), fresh), stepped, count]
 
 
 def _is_quick(name: str, option: str) -> bool:

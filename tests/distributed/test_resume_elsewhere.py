@@ -16,7 +16,7 @@ from megascale import ConstantGradScaler, MixedPrecisionOptimizer
 from megascale.checkpoint import load, save
 from megascale.errors import StateDictError
 from tests.cells import CELLS, Cell, Given, adamw, integers
-from tests.fsdp2_cases import unlike, whole, whole_state, whole_weights
+from tests.fsdp2_cases import gathered_weights, unlike, whole, whole_state
 from tests.pool import RankPool
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -75,7 +75,7 @@ def _in_another_precision(cell: Cell, dtype: torch.dtype, folder: str) -> list[s
             expected = {name: value.to(cell.dtype).float() for name, value in expected.items()}
         wrong += [f"{way} main param {name}" for name in unlike(expected, _fp32(optimizer, model))]
         rounded = {name: value.to(cell.dtype) for name, value in expected.items()}
-        wrong += [f"{way} weight {name}" for name in unlike(rounded, whole_weights(model))]
+        wrong += [f"{way} weight {name}" for name in unlike(rounded, gathered_weights(model))]
         wrong += [f"{way} moment {name}" for name in unlike(_moments(trained), _moments(optimizer))]
         keeps = cell.dtype == dtype == torch.float16
         scale = trained.get_loss_scale().item() if keeps else fresh_scale
@@ -84,9 +84,9 @@ def _in_another_precision(cell: Cell, dtype: torch.dtype, folder: str) -> list[s
         has_changed = (cell.dtype == torch.float16) != (dtype == torch.float16) or (rounds and cell.dtype != dtype)
         is_first = torch.distributed.get_rank() == 0
         wrong += [] if ("load_state_dict() takes" in told) == (has_changed and is_first) else [f"{way} said {told!r}"]
-        before = whole_weights(model)
+        before = gathered_weights(model)
         cell.backward(optimizer, model, integers(cell.shapes, seed=9, unit=2.0**-7))
-        wrong += [] if bool(optimizer.step().success) and unlike(before, whole_weights(model)) else [f"{way} step"]
+        wrong += [] if bool(optimizer.step().success) and unlike(before, gathered_weights(model)) else [f"{way} step"]
         wrong += [] if "compact" not in str(cell) or _holds_codes(optimizer) else [f"{way} codes"]
     return wrong
 
@@ -229,7 +229,7 @@ def _with_other_names(cell: Cell, kind: str, turned: bool, folder: str) -> list[
         mains = [[whole(main) for main in one.state_dict()["main_params"].values()] for one in (trained, optimizer)]
         wrong += [] if all(map(torch.equal, *mains)) and len(mains[0]) == len(mains[1]) else [f"{way} main params"]
         wrong += [f"{way} {name}" for name in unlike(_moments(trained), _moments(optimizer))]
-        wrong += [f"{way} {name}" for name in unlike(whole_weights(source), whole_weights(model))]
+        wrong += [f"{way} {name}" for name in unlike(gathered_weights(source), gathered_weights(model))]
         decays = [[group["weight_decay"] for group in one.param_groups] for one in (trained, optimizer)]
         wrong += [] if decays[0] == decays[1] else [f"{way} {decays}"]
     return wrong

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import StateDictError
 from tests.cases import cases
-from tests.fsdp2_cases import INNER, Case, Net, train, unlike, whole_state, whole_weights
+from tests.fsdp2_cases import INNER, Case, Net, gathered_weights, train, unlike, whole_state
 from tests.pool import RankPool
 
 KINDS = ["elements", "parameters", "fsdp2", "8 bit"]
@@ -55,7 +55,10 @@ def _round_trip(kind: str, reader: str) -> list[Any]:
     copied = _read(optimizer, reader)
     other, resumed = _build(kind, 1)
     resumed.load_state_dict(copied)
-    found = [unlike(whole_state(resumed), whole_state(optimizer)), unlike(whole_weights(other), whole_weights(module))]
+    found = [
+        unlike(whole_state(resumed), whole_state(optimizer)),
+        unlike(gathered_weights(other), gathered_weights(module)),
+    ]
     for each in ((module, optimizer), (other, resumed)):
         _train(*each, range(4, 7))
     return [*found, unlike(whole_state(resumed), whole_state(optimizer))]

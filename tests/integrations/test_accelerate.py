@@ -29,7 +29,7 @@ accelerate = pytest.importorskip("accelerate", reason="tests of the Accelerate i
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
 
-from megascale.integrations.accelerate import Accelerator, adopt, adopting  # noqa: E402
+from megascale.integrations.accelerate import Accelerator, adopt  # noqa: E402
 from tests.integrations.accelerate_cases import (  # noqa: E402
     MICRO_BATCHES,
     OVERFLOW_AT,
@@ -285,12 +285,8 @@ def test_bf16_without_a_scaler() -> None:
     assert with_accelerate(accelerator, module, prepared, norm=0.1).skips == SKIPS
 
 
-@pytest.mark.parametrize("is_adopted", [False, True])
-def test_adapters_and_8_bit_moments(is_adopted: bool) -> None:
-    """LoRA of peft's over a frozen fp16 base, moments as codes: the bits of the loop by hand; adapters alone move.
-
-    ``is_adopted``: the accelerator is the program's own, within adopting().
-    """
+def test_adapters_and_8_bit_moments() -> None:
+    """LoRA of peft's over a frozen fp16 base, moments as codes: the bits of the loop by hand; adapters alone move."""
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     codes: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
 
@@ -308,9 +304,7 @@ def test_adapters_and_8_bit_moments(is_adopted: bool) -> None:
     expected = by_hand(reference, plain)
     module, optimizer = build()
     optimizer.clip_grad = 0.0
-    with adopting():
-        kind: Any = accelerate.Accelerator if is_adopted else Accelerator
-        accelerator = kind(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
     prepared_model, prepared = accelerator.prepare(module, optimizer)
     seen = with_accelerate(accelerator, prepared_model, prepared, norm=0.1)
     assert (seen.skips, seen.scales) == (expected.skips, expected.scales)
@@ -463,27 +457,6 @@ def test_adopt_turns_a_plain_accelerator_into_ours() -> None:
     subclass = type("Custom", (accelerate.Accelerator,), {})
     with pytest.raises(ArgumentTypeError, match="Custom"):
         adopt(subclass(cpu=True))
-
-
-def _program() -> Any:
-    """Stand for a program that makes its own accelerator, as lerobot's training script does."""
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
-    module = model()
-    optimizer = wrap(module)
-    return with_accelerate(accelerator, module, accelerator.prepare(optimizer)), optimizer, module
-
-
-def test_a_program_that_makes_its_own_accelerator_is_adopted() -> None:
-    """One call around the program: its plain accelerators scale the loss; what is made afterwards is plain again."""
-    reference = model()
-    plain = wrap(reference)
-    expected = by_hand(reference, plain)
-    with adopting():
-        seen, optimizer, module = _program()
-    assert seen.skips == expected.skips
-    assert same_bits(snapshot(optimizer, module), snapshot(plain, reference))
-    reset()
-    assert type(accelerate.Accelerator(cpu=True)) is accelerate.Accelerator
 
 
 # GradScaler in the place of torch's: fp32 parameters, autocast

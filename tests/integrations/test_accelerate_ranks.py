@@ -5,7 +5,7 @@ import re
 import sys
 import weakref
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +25,8 @@ import safetensors.torch  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
 
-from megascale.integrations.accelerate import Accelerator, adopt, adopting  # noqa: E402
+from megascale.integrations.accelerate import Accelerator, adopt  # noqa: E402
 from tests.integrations.accelerate_cases import (  # noqa: E402
-    MICRO_BATCHES,
     SKIPS,
     Seen,
     accelerator_of,
@@ -209,24 +208,14 @@ def test_a_dtype_of_reduction_that_is_named_stays(ranks: RankPool, tmp_path: Pat
     ranks.run(WORLD, _sharded_by_plugin, str(tmp_path), torch.float16)
 
 
-def _plain_accelerator() -> Accelerator:
-    """Return the accelerator that a program makes by itself, within ``adopting()``, as lerobot's training script."""
-    with adopting():
-        made: Any = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
-    return cast(Accelerator, made)
-
-
-def _saves_or_loads(
-    folder: str, load: bool, kind: str, plain: bool = False, dtype: torch.dtype = torch.float16
-) -> dict[str, Tensor]:
+def _saves_or_loads(folder: str, load: bool, kind: str, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
     """Return main params, scale and trackers: as they are saved, or as they are loaded.
 
     Args:
         kind: of FSDP2's state dicts; "ddp": no FSDP2.
-        plain: let the program make an accelerator of its own.
     """
     with as_rank():
-        accelerator, module = (_plain_accelerator if plain else accelerator_of)(), model(dtype, seed=int(load))
+        accelerator, module = accelerator_of(), model(dtype, seed=int(load))
         if kind != "ddp":
             for state in (PartialState, AcceleratorState):
                 state._shared_state["distributed_type"] = DistributedType.FSDP
@@ -262,15 +251,13 @@ def test_fsdp2_goes_on_at_another_number_of_ranks(ranks: RankPool, tmp_path: Pat
     [("ddp", torch.float16), ("SHARDED_STATE_DICT", torch.float16), ("ddp", torch.bfloat16)],
     ids=["ddp", "fsdp2", "bf16"],
 )
-def test_a_program_with_its_own_accelerator_goes_on(
-    kind: str, dtype: torch.dtype, ranks: RankPool, tmp_path: Path
-) -> None:
-    """Within adopting(): two ranks skip together, and what they save two new processes and four ranks take up."""
-    [saved, _] = ranks.run(WORLD, _saves_or_loads, str(tmp_path), False, kind, True, dtype)
+def test_a_run_goes_on_in_new_processes(kind: str, dtype: torch.dtype, ranks: RankPool, tmp_path: Path) -> None:
+    """Two ranks skip together, and what they save two new processes and four ranks take up."""
+    [saved, _] = ranks.run(WORLD, _saves_or_loads, str(tmp_path), False, kind, dtype)
     assert saved["first.weight"].dtype == torch.float32
-    with ranks.spawn(WORLD, _saves_or_loads, str(tmp_path), True, kind, True, dtype) as fresh:
+    with ranks.spawn(WORLD, _saves_or_loads, str(tmp_path), True, kind, dtype) as fresh:
         results = fresh.results(timeout=200)
-    for loaded in (*results, *ranks.run(2 * WORLD, _saves_or_loads, str(tmp_path), True, kind, True, dtype)):
+    for loaded in (*results, *ranks.run(2 * WORLD, _saves_or_loads, str(tmp_path), True, kind, dtype)):
         assert same_bits(loaded, saved)
 
 

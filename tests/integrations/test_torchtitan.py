@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megascale import ChainedOptimizer, MixedPrecisionOptimizer
-from tests.fsdp2_cases import Case, train, whole_state, whole_weights
+from tests.fsdp2_cases import Case, gathered_weights, train, whole_state
 from tests.pool import RankPool
 from tests.training import INNER, bits_equal, model, same_bits, set_grads, snapshot, wrap
 
@@ -155,7 +155,7 @@ def _save(folder: str) -> tuple[Any, Any, list[Any]]:
     train(module, optimizer, case, range(6), {1: 0, 4: 3})
     dcp_save({"model": module, "optimizer": Container(optimizer)}, checkpoint_id=folder)
     rows = train(module, optimizer, case, range(6, 12), {7: 1})
-    return whole_state(optimizer), whole_weights(module), rows
+    return whole_state(optimizer), gathered_weights(module), rows
 
 
 def _load(folder: str) -> tuple[Any, Any, list[Any]]:
@@ -163,7 +163,7 @@ def _load(folder: str) -> tuple[Any, Any, list[Any]]:
     module, optimizer = case.build(seed=1)
     dcp_load({"model": module, "optimizer": Container(optimizer)}, checkpoint_id=folder)
     rows = train(module, optimizer, case, range(6, 12), {7: 1})
-    return whole_state(optimizer), whole_weights(module), rows
+    return whole_state(optimizer), gathered_weights(module), rows
 
 
 def test_fsdp2_goes_on_after_a_restart(ranks: RankPool, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_the_optimizer_that_the_arguments_name(optim: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", ["fp16", torch.float16])
-def test_adopting_a_trainer_equals_the_mixin(dtype: Any, tmp_path: Path) -> None:
+def test_an_adopted_trainer_equals_the_mixin(dtype: Any, tmp_path: Path) -> None:
     """adopt() casts the model, and from then on the trainer is one of the mixin's, under its own name."""
     expected = _made(tmp_path)
     expected.train()

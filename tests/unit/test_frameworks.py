@@ -14,7 +14,6 @@ FRAMEWORKS = [
     "TRL SFT",
     "TRL GRPO",
     "Accelerate",
-    "A program's own Accelerator",
     "axolotl",
     "Lightning",
     "verl",
