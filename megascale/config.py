@@ -69,7 +69,6 @@ class StepConfig(DecisionConfig):
     optimizer_offload_fraction: float | str = 1.0
     optimizer_offload_compute: str = "host"
     overlap_cpu_optimizer_d2h_h2d: bool = False
-    optimizer_offload_grad_bytes: int | None = None
     pin_cpu_grads: bool = True
     pin_cpu_params: bool = True
     muon_ns_dtype: torch.dtype | None = None
@@ -170,10 +169,6 @@ class OptimizerConfig(StepConfig):
             both, measured in the first steps. Default: "host".
         overlap_cpu_optimizer_d2h_h2d: With ``optimizer_cpu_offload``, ``step()`` returns at once, and every
             module waits for its own weights in forward. False: ``step()`` waits for the update. Default: False.
-        optimizer_offload_grad_bytes: With ``optimizer_cpu_offload``, the host memory in bytes that a rank's copies of
-            gradients take at most (megascale's). Where that is too little for all, the parameters that are updated
-            first share two slots, and ``step()`` waits for their updates, but for the last two. None: memory of its own
-            for each gradient, and no wait. Ranks may differ. See the page *Train larger models*. Default: None.
         pin_cpu_grads: With ``optimizer_cpu_offload``, copy gradients into pinned host memory. False: pageable,
             which is slower. Default: True.
         pin_cpu_params: With ``optimizer_cpu_offload``, copy 16-bit weights from pinned host memory. False:
@@ -331,12 +326,5 @@ def check_offload(options: Any) -> None:
             f"optimizer_offload_compute={compute!r} lets the device update before the next forward, so that "
             "overlap_cpu_optimizer_d2h_h2d=True has nothing to hide; leave it False"
         )
-    limit = options.optimizer_offload_grad_bytes
-    if limit is not None:
-        validate.integer("optimizer_offload_grad_bytes", limit, minimum=1)
-        if not options.optimizer_cpu_offload:
-            raise ArgumentError(
-                f"optimizer_offload_grad_bytes={limit} needs optimizer_cpu_offload=True: no gradient is copied"
-            )
     if options.overlap_cpu_optimizer_d2h_h2d and not options.optimizer_cpu_offload:
         raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")

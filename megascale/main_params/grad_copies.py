@@ -33,7 +33,7 @@ class GradCopies:
 
     A gradient travels with the pass of backward that was the step's last one the step before: once, whatever the number
     of micro-batches. A GradSync knows the last one: its main grads travel with that. Nothing travels to a twin that the
-    thread still reads, that shares its memory with others, or of which the size is not known yet.
+    thread still reads, or of which the size is not known yet.
 
     Where there are other processes, gradients in ``param.grad`` do not travel, except those of DTensors: their averages
     come after backward, uncounted.
@@ -97,7 +97,7 @@ class GradCopies:
         If its memory is freed before the step it needs not be kept for the stream: its copy does not count.
         """
         local = held(grad)
-        if twin.slot is not None or not fits(twin.grad, local) or self._arrivals.is_updating(model):
+        if not fits(twin.grad, local) or self._arrivals.is_updating(model):
             return
         self._stream.wait_stream(current_stream(self._device))
         with self._stream:
@@ -106,10 +106,6 @@ class GradCopies:
             twin.grad.copy_(local, non_blocking=True)
         self._are_awaited = False
         self._copied[twin] = _Copied(ref(grad), local.data_ptr(), _versions(grad))
-
-    def forget(self) -> None:
-        """Let no copy count that was made so far: gradients have other memory now."""
-        self._copied.clear()
 
     def join(self, measured: Iterable[tuple[HostTwin, Tensor]]) -> "Joined":
         """Let the current stream wait for all copies; return which of them count. The next step begins.

@@ -5,6 +5,7 @@ from typing import TypeGuard
 
 from torch import Tensor
 
+from megascale.kernels import TensorList
 from megascale.utils.dtensors import to_local
 from megascale.utils.host_memory import allocate, dense
 
@@ -16,15 +17,12 @@ class HostTwin:
         weights: in the form of the model param; of a DTensor, in that of its local tensor. The update writes the main
             param's rounding into them; from there they travel to the device.
         grad: the memory that the gradient is copied into; None before the first one.
-        slot: the index of a slot in which it lies and which gradients of other units use in turn, so that it may be
-            written only once the thread has read theirs; None: it is this gradient's own.
         pins_state: whether main param and state are in pinned memory, as the device copies them.
     """
 
     def __init__(self, weights: Tensor, *, pins_state: bool = False) -> None:
         self.weights, self.pins_state = weights, pins_state
         self.grad: Tensor | None = None
-        self.slot: int | None = None
 
 
 def goes(numels: Sequence[int], fraction: float) -> list[bool]:
@@ -60,6 +58,21 @@ def host_twins(parts: Sequence[Tensor], *, pin: bool, pins_state: bool = False) 
 def fits(memory: Tensor | None, grad: Tensor) -> TypeGuard[Tensor]:
     """Whether there is memory, and ``grad`` can be copied into it as it is."""
     return memory is not None and memory.dtype == grad.dtype and memory.shape == grad.shape
+
+
+def make_grad_memory(twins: Sequence[HostTwin], grads: TensorList, *, pin: bool) -> None:
+    """Give each twin memory for its gradient, where it has none that fits. Nothing is copied.
+
+    Raises UsageError if there is too little host memory.
+    """
+    missing = [at for at, twin in enumerate(twins) if not fits(twin.grad, grads[at])]
+    for at, memory in zip(missing, host_memory([grads[at] for at in missing], pin=pin), strict=True):
+        twins[at].grad = memory
+
+
+def copies_in(twins: Sequence[HostTwin]) -> TensorList:
+    """Return the memory of gradients, which :func:`make_grad_memory` has made."""
+    return TensorList(twin.grad for twin in twins if twin.grad is not None)
 
 
 def host_memory(likes: Sequence[Tensor], *, pin: bool) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """WeightArrivals: weights that a thread computes in host memory and sends to the device, and who waits for them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
@@ -145,15 +144,6 @@ class WeightArrivals:
         """Whether the thread may still read what the newest update of ``param`` reads."""
         sent = self._sent.get(id(param))
         return sent is not None and not sent.done.done()
-
-    def wait_until_read(self, params: Sequence[MainParam]) -> None:
-        """Wait until the thread no longer reads what the newest update of ``params``, of one unit, reads.
-
-        An error of the thread is not raised here: who waits for the weights is told.
-        """
-        if self.is_updating(params[0].model):
-            with nullcontext() if self.meter is None else self.meter.waiting():
-                futures.wait([self._sent[id(params[0].model)].done])
 
     def owe(self, event: torch.Event) -> None:
         """Let whoever reads main params or state wait for ``event``, behind which the device has sent them here."""

@@ -34,9 +34,7 @@ _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "dif
 ``update_signature()`` tells of it."""
 _BESIDE_DEFAULTS = ("decoupled_weight_decay",)
 """Options that a step reads although not every optimizer has them among its defaults."""
-_MAY_DIFFER = ("optimizer_offload_grad_bytes",)
-"""Fields that ranks may set each for itself: how much memory its host has."""
-_STEP_FIELDS = tuple(one.name for one in fields(StepConfig) if one.name not in _MAY_DIFFER)
+_STEP_FIELDS = tuple(one.name for one in fields(StepConfig))
 
 
 class FactsOfSteps:

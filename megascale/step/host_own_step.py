@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megascale.kernels import Backend, Decision, host_backend
-from megascale.main_params.grad_memory import GradMemory, copies_in
+from megascale.main_params.host_twin import copies_in, make_grad_memory
 from megascale.main_params.main_param import MainParam
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
@@ -26,16 +26,16 @@ class HostOwnStep(GeneralUpdate):
         optimizer: the wrapped one.
         beside: how it would be run without a twin: by its own step, too.
         device: of the model params.
-        memory: gives each gradient memory of its own: all are read at once.
+        pin: pin the memory of gradients in host memory.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, beside: InnerUpdate, device: torch.device, memory: GradMemory
+        self, optimizer: torch.optim.Optimizer, beside: InnerUpdate, device: torch.device, *, pin: bool
     ) -> None:
         if not isinstance(beside, GeneralUpdate):
             raise TypeError(f"beside must run the optimizer's own step, got {type(beside).__name__}")
         super().__init__(optimizer, beside.backend, beside.inner_step)
-        self._device, self._memory = device, memory
+        self._device, self._pin = device, pin
         self._on_host = host_backend()
 
     @override
@@ -50,7 +50,9 @@ class HostOwnStep(GeneralUpdate):
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """See :class:`GeneralUpdate`. Raises UsageError for too little host memory."""
         ready = super().prepare(updates)
-        self._memory.make([(twins, pending.grads) for pending in ready if (twins := pending.twins)])
+        for pending in ready:
+            if twins := pending.twins:
+                make_grad_memory(twins, pending.grads, pin=self._pin)
         return ready
 
     @override

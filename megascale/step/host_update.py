@@ -1,10 +1,9 @@
 """HostUpdate: main params and state in host memory, updated there by the host's kernels: the bits of a device's.
 
 Gradients travel to the host, with overlap while backward runs, and behind it the decision's few numbers. A thread waits
-for them, nobody else does, except where gradients share memory, see :mod:`megascale.main_params.grad_memory`: there the
-caller waits until the thread has read one before it copies the next to the same place. The thread updates unit by unit,
-in the order of the next forward, and each unit's 16-bit weights travel back at once. No main param and no state is
-written before the decision has arrived, so clipping and skipping are exact.
+for them, nobody else does. The thread updates unit by unit, in the order of the next forward, and each unit's 16-bit
+weights travel back at once. No main param and no state is written before the decision has arrived, so clipping and
+skipping are exact.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +18,7 @@ from megascale.config import StepConfig
 from megascale.errors import GradientError, InnerStepError, UsageError
 from megascale.kernels import Backend, Decision
 from megascale.main_params.grad_copies import GradCopies
-from megascale.main_params.grad_memory import GradMemory, copies_in
-from megascale.main_params.host_twin import HostTwin
+from megascale.main_params.host_twin import HostTwin, copies_in, make_grad_memory
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.offload_meter import StepRecord
 from megascale.main_params.weight_arrivals import WeightArrivals
@@ -63,7 +61,6 @@ class HostUpdate(InnerUpdate):
         device: of the model params.
         arrivals: runs the updates and sends the weights.
         backend: computes the updates.
-        memory: gives gradients memory there.
     """
 
     def __init__(
@@ -75,13 +72,11 @@ class HostUpdate(InnerUpdate):
         device: torch.device,
         arrivals: WeightArrivals,
         backend: Backend,
-        memory: GradMemory,
     ) -> None:
         self._beside = beside
         self._host = KernelUpdate(optimizer, backend, config, rule, beside)
         self._device = device
         self._arrivals = arrivals
-        self._memory = memory
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
         self._copies: GradCopies | None = None
         self._findings = _Findings()
@@ -187,9 +182,8 @@ class HostUpdate(InnerUpdate):
 
     def _as_computed(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """Return updates as they are computed: in host memory, by options that the thread may read later."""
-        is_new = self._memory.make([(pending.twins, pending.grads) for pending in updates])
-        if is_new and self._copies is not None:
-            self._copies.forget()
+        for pending in updates:
+            make_grad_memory(pending.twins, pending.grads, pin=self._pins)
         return [replace(_copied(pending), options=_host_options(pending.options)) for pending in updates]
 
     @override
@@ -208,9 +202,7 @@ class HostUpdate(InnerUpdate):
         # All updates are started before the first one is awaited: the thread works while the next gradients travel.
         awaited = []
         record = None if self._arrivals.meter is None else self._arrivals.meter.begin_step()
-        users: dict[int, Sequence[MainParam]] = {}
         for pending in there:
-            self._wait_for_slot(pending, users)
             self._send(pending, copied)
             self._arrivals.start(pending.params, self._task(pending, self._event(), record))
             waits = not self._overlaps or self._arrivals.unawaited(pending.params)
@@ -248,18 +240,6 @@ class HostUpdate(InnerUpdate):
         for at, number in enumerate(numbers):
             self._numbers[at : at + 1].copy_(number.reshape(1), non_blocking=is_late)
         return there
-
-    def _wait_for_slot(self, pending: PendingUpdate, users: dict[int, Sequence[MainParam]]) -> None:
-        """Wait until the thread has read what this step has copied into the slot of a unit's gradients, if it has one.
-
-        ``users``: by slot, main params of the unit that has used it last.
-        """
-        slot = None if pending.params[0].twin is None else pending.params[0].twin.slot
-        if slot is None:
-            return
-        if slot in users:
-            self._arrivals.wait_until_read(users[slot])
-        users[slot] = pending.params
 
     def _send(self, pending: PendingUpdate, copied: frozenset[HostTwin]) -> None:
         """Queue the copies to the host of a unit's gradients, except those that are ``copied``."""

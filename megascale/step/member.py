@@ -93,7 +93,7 @@ class StepMember:
         self.tuner: OffloadTuner | None = None
         if main_params.arrivals is not None:
             self.update = in_host_memory(
-                optimizer, config, self.update, device, main_params.arrivals, groups.grad_stats, main_params.units
+                optimizer, config, self.update, device, main_params.arrivals, groups.grad_stats
             )
             if config.optimizer_offload_fraction == "auto":
                 self.tuner = OffloadTuner(main_params.measure_offload(), groups.grad_stats)

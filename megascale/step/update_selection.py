@@ -1,15 +1,11 @@
 """Selects how main params are updated. Both ways keep state in torch's own layout, keyed by model param."""
 
-from collections.abc import Callable
-
 import torch
 from torch.distributed import ProcessGroup
 
 from megascale.config import StepConfig
 from megascale.errors import ArgumentError
 from megascale.kernels import Backend, host_backend
-from megascale.main_params.grad_memory import GradMemory
-from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import BY_KIND, ELEMENTWISE, FIRST, KINDS, MUON, SECOND
 from megascale.step.compute_choice import ComputeChoice
@@ -82,7 +78,6 @@ def in_host_memory(
     device: torch.device,
     arrivals: WeightArrivals,
     group: ProcessGroup | None,
-    units: Callable[[], list[UpdateUnit]],
 ) -> InnerUpdate:
     """Return what updates parameters with a twin in host memory there, and others as ``beside`` does.
 
@@ -90,7 +85,6 @@ def in_host_memory(
         device: of the model params.
         arrivals: runs updates in a thread and sends their weights.
         group: the ranks that step together, and choose together who computes.
-        units: a method that returns all units in the order of their updates, which is not kept alive.
 
     Raises ArgumentError for an optimizer that cannot run there, or not in a thread.
     """
@@ -100,10 +94,9 @@ def in_host_memory(
             f"optimizer_cpu_offload=True moves nothing of {name}, whose matrices a host orthogonalizes too slowly; "
             "leave it False for it: build_optimizer() with optimizer='muon' moves what other parameters have"
         )
-    memory = GradMemory(pin=config.pin_cpu_grads, limit=config.optimizer_offload_grad_bytes, units=units)
     if rule is None or not isinstance(beside, KernelUpdate):
         _require_own_step(optimizer, config)
-        return HostOwnStep(optimizer, beside, device, memory)
+        return HostOwnStep(optimizer, beside, device, pin=config.pin_cpu_grads)
     compute = config.optimizer_offload_compute
     is_decoded = config.store_param_remainders and not beside.fuses_remainders
     if compute == "device" and is_decoded:
@@ -113,20 +106,15 @@ def in_host_memory(
         )
     ways: dict[str, HostUpdate] = {}
     if compute != "device":
-        ways["host"] = HostUpdate(optimizer, config, rule, beside, device, arrivals, host_backend(), memory)
+        ways["host"] = HostUpdate(optimizer, config, rule, beside, device, arrivals, host_backend())
     if compute != "host" and not is_decoded:
-        ways["device"] = StreamedUpdate(optimizer, config, rule, beside, device, arrivals, beside.backend, memory)
+        ways["device"] = StreamedUpdate(optimizer, config, rule, beside, device, arrivals, beside.backend)
     return ComputeChoice(ways, device, group) if len(ways) > 1 else next(iter(ways.values()))
 
 
 def _require_own_step(optimizer: torch.optim.Optimizer, config: StepConfig) -> None:
     """Raise ArgumentError if an optimizer's own ``step()`` cannot run on main params in host memory."""
-    name, limit = type(optimizer).__name__, config.optimizer_offload_grad_bytes
-    if limit is not None:
-        raise ArgumentError(
-            f"optimizer_offload_grad_bytes={limit} needs {either(_WITH_KERNELS)}: the own step() of {name} reads all "
-            "gradients at once; leave it None"
-        )
+    name = type(optimizer).__name__
     if config.optimizer_offload_compute == "device":
         raise ArgumentError(
             f"optimizer_offload_compute='device' needs {either(_WITH_KERNELS)}, got {name}, whose own step() runs "

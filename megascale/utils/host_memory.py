@@ -1,6 +1,6 @@
 """Host memory that device memory is copied into and back, pinned where the device copies faster for it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -94,31 +94,8 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def allocated_bytes(sizes: Iterable[int], *, pin: bool, slab: int = SLAB) -> list[int]:
-    """Return the bytes that :func:`allocate` takes for the first of these sizes, for the first two, and so on.
-
-    torch's allocator of pinned memory rounds each allocation up to a power of two.
-    """
-    whole, used, totals = 0, 0, []
-    for size in sizes:
-        if size >= slab:
-            whole += _taken(size, pin)
-        else:
-            if used + size > slab:
-                whole, used = whole + slab, 0
-            used += aligned(size)
-        totals.append(whole + _taken(used, pin))
-    return totals
-
-
-def _taken(size: int, pin: bool) -> int:
-    return 1 << (size - 1).bit_length() if pin and size else size
-
-
-def allocate(sizes: Sequence[int], *, pin: bool, slab: int = SLAB) -> list[Tensor]:
+def allocate(sizes: Sequence[int], *, pin: bool) -> list[Tensor]:
     """Return uninitialised host memory of these sizes in bytes: large ones alone, the others in slabs.
-
-    ``slab``: bytes of a slab, a power of two; what is as large is alone.
 
     Raises UsageError, naming the bytes, if the machine has no such memory.
     """
@@ -126,12 +103,12 @@ def allocate(sizes: Sequence[int], *, pin: bool, slab: int = SLAB) -> list[Tenso
     memory, used = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
     try:
         for at, size in enumerate(sizes):
-            if size >= slab:
+            if size >= SLAB:
                 made.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin))
                 continue
             if used + size > memory.numel():
-                left = sum(aligned(one) for one in sizes[at:] if one < slab)
-                memory, used = torch.empty(min(left, slab), dtype=torch.uint8, device="cpu", pin_memory=pin), 0
+                left = sum(aligned(one) for one in sizes[at:] if one < SLAB)
+                memory, used = torch.empty(min(left, SLAB), dtype=torch.uint8, device="cpu", pin_memory=pin), 0
             made.append(memory[used : used + size])
             used += aligned(size)
     except RuntimeError as error:  # torch's OutOfMemoryError is one, and so is a refusal to pin

@@ -71,7 +71,6 @@ FREE = {
     "optimizer_offload_fraction": "the same",
     "optimizer_offload_compute": "what a rank computes its update with; the bits are the same",
     "overlap_cpu_optimizer_d2h_h2d": "when a rank's own weights arrive; the bits are the same",
-    "optimizer_offload_grad_bytes": "how much memory a rank's host has; the bits are the same",
     "pin_cpu_grads": "the kind of a rank's own memory",
     "pin_cpu_params": "the same",
     "use_distributed_optimizer": "another class, which tests/distributed/test_construction.py compares",

@@ -1,7 +1,6 @@
 """offload() and reload() over ranks: shards of both kinds, and DTensors of FSDP2."""
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +12,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import MegascaleError, UsageError
 from megascale.grad_sync import GradSync
-from megascale.main_params import update_unit
-from megascale.main_params.grad_memory import GradMemory
+from megascale.main_params import host_twin, update_unit
 from megascale.main_params.offload_meter import OffloadSeconds
 from megascale.step.host_update import HostUpdate
 from megascale.step.offload_tuner import EVERY
+from megascale.utils import host_memory
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
 from tests.cases import cases
@@ -108,7 +107,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def _in_host_memory(held: str, way: str, fraction: float, stored: dict[str, Any], limit: int = 0) -> list[bool]:
+def _in_host_memory(held: str, way: str, fraction: float, stored: dict[str, Any]) -> list[bool]:
     overlap = way == "overlap"
 
     def build(options: dict[str, Any]) -> tuple[nn.Module, MixedPrecisionOptimizer]:
@@ -125,8 +124,6 @@ def _in_host_memory(held: str, way: str, fraction: float, stored: dict[str, Any]
 
     options: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     options |= WAYS[way]
-    if limit:  # ranks may differ in it
-        options |= {"optimizer_offload_grad_bytes": 512 * (limit + dist.get_rank())}
     (module, ours), (twin, theirs) = build(stored | options), build(stored)
     _delay(ours)
     seen = []
@@ -160,8 +157,6 @@ AMOUNTS: dict[str, tuple[float, dict[str, Any]]] = {
     "half of remainders": (0.5, {"store_param_remainders": True}),
 }
 HOLDERS = ("synced", "elements", "parameters")
-LIMITS = {"synced": 8, "elements": 4, "parameters": 4}
-"""Bounds that do not suffice for all gradients of ``net()`` on rank 0, in units of 512 bytes."""
 
 
 @pytest.mark.sampled(1)
@@ -183,56 +178,29 @@ def test_in_host_memory(ranks: RankPool, held: str, way: str, amount: str) -> No
     assert ranks.run(2, _in_host_memory, held, way, fraction, stored) == [[True] * 4] * 2
 
 
-def _in_slots(held: str, way: str, limit: int) -> tuple[list[bool], bool]:
-    """Return whether bits are right, and whether there were slots."""
-    were_there: list[bool] = []
-    make = GradMemory.make
-
-    def noted(own: GradMemory, gradients: Sequence[Any]) -> bool:
-        is_new = make(own, gradients)
-        were_there.extend(twin.slot is not None for twins, _ in gradients for twin in twins)
-        return is_new
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_unit, "SLICE", 1)
-        patch.setattr(GradMemory, "make", noted)
-        found = _in_host_memory(held, way, 1.0, {}, limit)
-    return found, any(were_there)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["overlap", "wait"])
-@pytest.mark.parametrize("held", HOLDERS)
-def test_in_slots(ranks: RankPool, held: str, way: str) -> None:
-    """Gradients that share slots in host memory, with another bound on each rank, have the bits of a life without."""
-    found = ranks.run(2, _in_slots, held, way, LIMITS[held])
-    assert [are_right for are_right, _ in found] == [[True] * 4] * 2
-    assert any(has_slots for _, has_slots in found)
-
-
 def _too_little_on_one_rank() -> tuple[str, bool]:
     module = net()
-    limit = 512 if dist.get_rank() else 1 << 20
-    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True, optimizer_offload_grad_bytes=limit)
+    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True)
     scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, 3, 1)
     optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()), config, scaler)
     before = weights(module)
     optimizer.scale_loss(module(batch(0, 0, FP16)).float().square().mean()).backward()
-    with pytest.raises(UsageError) as caught:
-        optimizer.step()
-    return str(caught.value), same(before, weights(module))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setattr(host_twin, "allocate", lambda *_, **__: host_memory.allocate([1 << 60], pin=False))
+        with pytest.raises(UsageError) as caught:
+            optimizer.step()
+    is_unchanged = same(before, weights(module))
+    _step(optimizer, module, batch(0, 0, FP16))
+    return str(caught.value), is_unchanged
 
 
-def test_too_little_memory_on_one_rank(ranks: RankPool) -> None:
-    """Invariant 7: all ranks refuse the first step, name the bytes, and have changed nothing."""
+def test_too_little_memory_for_gradients_on_one_rank(ranks: RankPool) -> None:
+    """Invariant 7: all ranks refuse the first step, name the bytes, and have changed nothing; the next one is taken."""
     first, second = ranks.run(2, _too_little_on_one_rank)
     assert first == second
-    assert first[0].startswith("rank 1: optimizer_offload_grad_bytes=512 is too little")
+    assert first[0].startswith(f"rank 1: {1 << 60} bytes of host memory are needed, and torch could not allocate them")
     assert first[1]
-
-
-OF_DTENSORS = WAYS | {"slots": WAYS["overlap"] | {"optimizer_offload_grad_bytes": 5 * 512}}
-"""Too little for all gradients of a rank's parts."""
 
 
 def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options: dict[str, Any]) -> list[bool]:
@@ -255,7 +223,7 @@ def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options:
     own: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update_unit, "SLICE", 16)  # several slices, whose weights arrive one after the other
-        module, ours = build(own | options | OF_DTENSORS[way])
+        module, ours = build(own | options | WAYS[way])
     twin, theirs = build(options)
     _delay(ours)
     seen = []
@@ -267,8 +235,6 @@ def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options:
             optimizer.scale_loss(loss).backward()
             optimizer.step()
         if step == 2:
-            twins = [param.twin for param in ours._member.main_params if param.twin is not None]
-            assert any(twin.slot is not None for twin in twins) == (way == "slots")
             ours.optimizer_offload_fraction = 1.5 - fraction
         if step % 2 == 0:  # nobody waits for the weights but the next forward
             continue
@@ -297,7 +263,6 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
         pytest.param("wait", 1.0, False, marks=pytest.mark.slow),
         ("overlap", 1.0, True),
         pytest.param("overlap", 0.5, False, marks=pytest.mark.slow),
-        pytest.param("slots", 1.0, True, marks=pytest.mark.slow),
         ("device", 0.5, True),
     ],
 )

@@ -27,8 +27,6 @@ STEPS = ("step", "overflow", "twice", "step")
 OVERLAP: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
 WAIT: dict[str, Any] = {"optimizer_cpu_offload": True}
 VISIT: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
-SLOTS = OVERLAP | {"optimizer_offload_grad_bytes": 3 * 512}
-"""Slices of which all but the last share two slots of 512 bytes: memory is aligned to as many."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Life:
         actions: one after the other, of ``ACTIONS``.
         inner: the optimizer.
         stored: what both lives have: how state is stored.
-        slices: each parameter is a slice of its own; always where slices share slots.
+        slices: each parameter is a slice of its own.
     """
 
     held: str
@@ -301,7 +299,7 @@ ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
 def lived(life: Life, way: dict[str, Any]) -> list[Tensor]:
     """Return what a life shows: results of forward and of steps, what is read between them, and what is left."""
     with pytest.MonkeyPatch.context() as patched:
-        if life.slices or "optimizer_offload_grad_bytes" in life.way:
+        if life.slices:
             patched.setattr(update_unit, "SLICE", 1)
         return _lived_so(life, way)
 
@@ -335,18 +333,11 @@ def steps_and(action: str) -> tuple[str, ...]:
 
 
 HELD = ("replicated", "synced", "elements", "parameters", "fsdp2")
-WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT, "slots": SLOTS}
+WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT}
 READS = ("read", "state", "trip", "load", "halve", "move")
 LIVES: dict[str, list[Life]] = {
     **{f"{held}, {name}": [Life(held, way)] for held in HELD for name, way in WAYS.items()},
     **{f"replicated, visits, {action}": [Life("replicated", VISIT, steps_and(action))] for action in READS},
-    **{
-        f"replicated, slots, {action}": [Life("replicated", SLOTS, steps_and(action))]
-        for action in actions_of("replicated")
-        if action not in STEPS
-    },
-    "slots without overlap": [Life("replicated", SLOTS | {"overlap_cpu_optimizer_d2h_h2d": False})],
-    "slots of codes": [Life("replicated", SLOTS, stored=tuple(CODES.items()))],
     "slices": [Life("replicated", way, slices=True) for way in (OVERLAP, VISIT)],
     "codes": [Life("replicated", OVERLAP, stored=tuple(CODES.items()))],
     "fraction": [Life("replicated", OVERLAP | {"optimizer_offload_fraction": 0.5})],

@@ -305,9 +305,10 @@ def test_a_chain() -> None:
     _step(module, chain, 0)  # type: ignore[arg-type]
 
 
-def test_a_slab_is_as_large_as_what_it_holds() -> None:
+def test_a_slab_is_as_large_as_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of a slab's size is alone: a slab for the small one before it would be larger than asked for."""
-    made = host_memory.allocate([100, 4096, 200, 5000], pin=False, slab=4096)
+    monkeypatch.setattr(host_memory, "SLAB", 4096)
+    made = host_memory.allocate([100, 4096, 200, 5000], pin=False)
     assert [len(one) for one in made] == [100, 4096, 200, 5000]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in made}
     assert sum(storages.values()) <= 4096 + 5000 + 2 * host_memory.ALIGNMENT

@@ -18,7 +18,6 @@ from tests.fake_device.lives import (
     HELD,
     LIVES,
     OVERLAP,
-    SLOTS,
     VISIT,
     WAIT,
     WAYS,
@@ -34,7 +33,7 @@ from tests.fake_device.lives import (
 from tests.fake_device.orders import RUNS, differing, differs, noticed, waits_of
 from tests.fake_device.process import OnDevice
 
-QUICK = {f"replicated, {name}" for name in ("overlap", "visits", "clipped", "last", "slots")}
+QUICK = {f"replicated, {name}" for name in ("overlap", "visits", "clipped", "last")}
 QUICK |= {"codes", "fraction"}
 """The lives that the default run draws from; each of the others runs on one day of the week."""
 
@@ -53,7 +52,7 @@ def _random_lives(device: FakeDevice, held: str, seed: int) -> list[tuple[Life, 
     lives = []
     for _ in range(4):
         way = draw.choice(list(WAYS.values()))
-        known = [action for action in actions_of(held) if action != "streams" or way in (OVERLAP, SLOTS)]
+        known = [action for action in actions_of(held) if action != "streams" or way is OVERLAP]
         lives.append(Life(held, way, tuple(draw.choices(known, k=6))))
     return differing(device, lived, lives)
 

@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.grad_sync import GradSync, reduction
-from megascale.main_params import update_unit
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
 from tests.fake_device.device import FakeDevice
-from tests.fake_device.lives import COUNT, OVERLAP, SLOTS, STEPS, VISIT, WAIT, WIDTH, Life, steps_and
+from tests.fake_device.lives import COUNT, OVERLAP, STEPS, VISIT, WAIT, WIDTH, Life, steps_and
 from tests.fake_device.orders import RUNS, Run, differing, noticed, waits_of
 from tests.fake_device.process import OnDevice
 from tests.fake_device.ranks import StreamGroup
@@ -167,18 +166,11 @@ ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
     "move": _move,
 }
 HELD = ("synced", "elements", "elements ahead", "parameters", "parameters ahead", "fsdp2")
-WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT, "slots": SLOTS}
+WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT}
 
 
 def _lived(life: Life, way: dict[str, Any]) -> list[Tensor]:
     """Return what a life shows this rank: results of forward and of steps, what is read, and what is left."""
-    with pytest.MonkeyPatch.context() as patched:
-        if "optimizer_offload_grad_bytes" in way:
-            patched.setattr(update_unit, "SLICE", 1)
-        return _lived_so(life, way)
-
-
-def _lived_so(life: Life, way: dict[str, Any]) -> list[Tensor]:
     module = _model()
     optimizer = _optimizer(module, life.held, way)
     batch = torch.linspace(-1, 1 + dist.get_rank(), 2 * WIDTH).view(2, WIDTH).half().cuda()
