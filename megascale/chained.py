@@ -25,7 +25,7 @@ from megascale.utils import validate
 from megascale.utils.graph_breaks import methods_outside_of_graphs
 from megascale.utils.spelling import names_arguments
 
-SHARED_KEYS = ("grad_scaler", "step_counts", "norm_statistics", "version")
+SHARED_KEYS = ("grad_scaler", "step_counts", "version")
 """Keys of a state dict that have the same value for every optimizer of a chain."""
 
 
@@ -64,7 +64,7 @@ class ChainedOptimizer(MegascaleOptimizer):
         listener = next(filter(None, (one.recipe.overflows.listener for one in self.optimizers)), None)
         for optimizer in self.optimizers:
             # Loading into one member clears the errors of the whole chain.
-            optimizer.recipe.errors, optimizer.recipe.spikes = self.recipe.errors, self.recipe.spikes
+            optimizer.recipe.errors = self.recipe.errors
             optimizer.recipe.overflows, optimizer.recipe.observers = self.recipe.overflows, self.recipe.observers
         for member in members:
             member.chain = self.recipe

@@ -16,7 +16,6 @@ from megascale.utils.spelling import names_arguments
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
 OFFLOAD_COMPUTE = ("host", "device", "auto")
 HYSTERESIS_RESETS = ("growth", "clean_step")
-ZCLIP_MODES = ("clip", "skip")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENT_DTYPES = {
     FIRST: (*STATE_DTYPES, FIRST_DTYPE),
@@ -37,10 +36,6 @@ class DecisionConfig:
     """How a step is decided: the same for every optimizer of a chain. :class:`OptimizerConfig` explains the fields."""
 
     log_num_zeros_in_grad: bool = False
-    zclip: str | None = _checked(None, validate.one_of, choices=ZCLIP_MODES)
-    zclip_z_thresh: float = _checked(2.5, validate.positive)
-    zclip_alpha: float = _checked(0.97, validate.fraction)
-    zclip_warmup_steps: int = _checked(25, validate.integer, minimum=2)
     grad_norm_skip_threshold: float = math.inf
     max_consecutive_skips: int | None = _checked(None, validate.integer, minimum=1)
     max_overflows_at_min_scale: int | None = _checked(None, validate.integer, minimum=1)
@@ -124,14 +119,6 @@ class OptimizerConfig(StepConfig):
             ``clip_grad=`` replaces it. Default: 0.0.
         log_num_zeros_in_grad: Count zero elements of the gradients. Otherwise ``num_zeros_in_grad`` is NaN.
             Default: False.
-        zclip: Treat spikes of the gradient norm by ZClip (arXiv 2504.02507; megascale's): "clip" them, or
-            "skip" their steps. None: neither. See :class:`megascale.step.spikes.NormStatistics`. Default: None.
-        zclip_z_thresh: A norm so many standard deviations above the running mean is a spike (megascale's;
-            ZClip's default). Default: 2.5.
-        zclip_alpha: Weight of the old running mean and variance in the new ones (megascale's; ZClip's default).
-            Default: 0.97.
-        zclip_warmup_steps: Norms from which the first mean and variance are taken; until then none is a spike
-            (megascale's; ZClip's default). Default: 25.
 
     Attributes: Skipping
         grad_norm_skip_threshold: Skip a step whose gradient norm, unscaled and not clipped, is above it

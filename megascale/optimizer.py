@@ -248,10 +248,10 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         return self._live()
 
     def _live(self) -> LiveState:
-        member, norms = self._member, self.recipe.norm_statistics
+        member = self._member
         held, mains = states_of(self.optimizer), member.main_params
         own = OwnStateDict(self.optimizer, mains, is_sharded=mains.is_sharded)
-        return LiveState(self.param_groups, held, mains, self.grad_scaler, member.counter, norms, member.update, own)
+        return LiveState(self.param_groups, held, mains, self.grad_scaler, member.counter, member.update, own)
 
     def state_source(self) -> Source:
         """Return what :attr:`state` shows."""

@@ -80,7 +80,7 @@ class MegascaleTrainer:
         megascale: options by name: ``dtype`` ("fp16" or "bf16", to cast a model that is given as a module), the loss
             scale's fields of :class:`OptimizerConfig` (``initial_loss_scale``, ``hysteresis``, ...), ``exp_avg_dtype``
             and ``exp_avg_sq_dtype`` ("int8" and "uint8": 8-bit moments, as ``optim="adamw_8bit"``),
-            ``store_param_remainders``, ``backend``, ``zclip``, ``max_consecutive_skips``, ... None: the class attribute
+            ``store_param_remainders``, ``backend``, ``max_consecutive_skips``, ... None: the class attribute
             ``megascale_options``.
 
     Raises:

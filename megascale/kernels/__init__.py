@@ -14,7 +14,6 @@ from megascale.kernels.decision import (
     TensorStats,
     TorchDecisions,
     clip_coefficient,
-    coefficient_to,
     inverse,
     stats_dtype,
 )
@@ -66,7 +65,6 @@ __all__ = [
     "TorchDecisions",
     "are_grads",
     "clip_coefficient",
-    "coefficient_to",
     "describe_non_finite",
     "host_backend",
     "inverse",

@@ -197,12 +197,7 @@ class TorchDecisions:
 
 def clip_coefficient(norm: Tensor, most: float | Tensor) -> Tensor:
     """Return what gradients of this norm are multiplied by so that it is at most ``most``: torch's rule. 1 or below."""
-    return coefficient_to(norm, most).clamp(max=1.0)
-
-
-def coefficient_to(norm: Tensor, wanted: float | Tensor) -> Tensor:
-    """Return what gradients of this norm are multiplied by so that it is ``wanted``, larger or smaller."""
-    return wanted / (norm + CLIP_EPSILON)
+    return (most / (norm + CLIP_EPSILON)).clamp(max=1.0)
 
 
 def inverse(scale: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from megascale.state import schema as portable_state
 from megascale.state.own_state_dict import OwnStateDict
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
 from megascale.step.counter import StepCounter, parse_counts
-from megascale.step.spikes import NormStatistics, parse_norm_statistics
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import InnerUpdate
 from megascale.utils.dtensors import to_local
@@ -58,15 +57,12 @@ class HeldState:
     main_params: MainParams
     grad_scaler: MegatronGradScaler | None
     counter: StepCounter
-    norm_statistics: NormStatistics | None
 
     def shared_values(self) -> dict[str, Any]:
         """Return what a state dict holds once, for all parameters. Waits for the device."""
-        norms = self.norm_statistics
         return {
             "grad_scaler": {} if self.grad_scaler is None else self.grad_scaler.state_dict(),
             "step_counts": self.counter.state_dict(),
-            **({} if norms is None else {"norm_statistics": norms.state_dict()}),
         }
 
 
@@ -308,10 +304,7 @@ class LiveState(HeldState):
         return is_per_element(key, value, param)
 
     def _loaded(self, state_dict: Mapping[str, Any], strict: bool) -> list[tuple[Any, Mapping[str, Any]]]:
-        """Return :attr:`Plan.loaded`. Raises StateDictError.
-
-        State dicts of other systems lack step counts; statistics of the norm are read where both sides have them.
-        """
+        """Return :attr:`Plan.loaded`. Raises StateDictError. State dicts of other systems lack step counts."""
         loaded: list[tuple[Any, Mapping[str, Any]]] = []
         given: Any = state_dict.get("grad_scaler")
         if self.grad_scaler is not None and not self._keeps_scaler(given, strict):
@@ -319,8 +312,6 @@ class LiveState(HeldState):
             loaded.append((self.grad_scaler, dict(given)))
         if "step_counts" in state_dict:
             loaded.append((self.counter, parse_counts(state_dict["step_counts"])))
-        if self.norm_statistics is not None and "norm_statistics" in state_dict:
-            loaded.append((self.norm_statistics, parse_norm_statistics(state_dict["norm_statistics"])))
         return loaded
 
     def _keeps_scaler(self, given: Any, strict: bool) -> bool:

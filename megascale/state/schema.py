@@ -2,12 +2,11 @@
 
 ``{"optimizer": {"state": {name: {...}}, "param_groups": [...]}, "main_params": {name: tensor}, "grad_scaler": {...},
 "step_counts": {"landed": int, "skipped": int}, "version": 1}`` holds what :mod:`megascale.utils.portable` lists. A
-state dict without ``step_counts``, as of another system, leaves the counts unchanged. With ``config.zclip`` there is
-``norm_statistics``, too: {"mean": float, "variance": float, "count": int}; a load takes it where both sides have it.
-State that the wrapped optimizer keeps for no
-parameter (``optimizer.state["global"]``) is ``["optimizer"]["shared_state"]``, present only if there is some: a list
-with one dict per wrapped optimizer. A load is planned in full before anything changes. Names that differ by parts of
-wrappers alone, such as ``module.`` of DistributedDataParallel, are one parameter's; so are a name and a position.
+state dict without ``step_counts``, as of another system, leaves the counts unchanged. State that the wrapped optimizer
+keeps for no parameter (``optimizer.state["global"]``) is ``["optimizer"]["shared_state"]``, present only if there is
+some: a list with one dict per wrapped optimizer. A load is planned in full before anything changes. Names that differ
+by parts of wrappers alone, such as ``module.`` of DistributedDataParallel, are one parameter's; so are a name and a
+position.
 
 Moments and options do not depend on the precision of the weights. What does, follows the optimizer that loads:
 

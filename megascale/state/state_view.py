@@ -48,14 +48,13 @@ class Source(HeldState):
     @classmethod
     def of(cls, live: LiveState, member: StepMember) -> "Source":
         """Return the source of ``live``, which ``member`` updates."""
-        held = (live.param_groups, live.state, live.main_params, live.grad_scaler, live.counter, live.norm_statistics)
+        held = (live.param_groups, live.state, live.main_params, live.grad_scaler, live.counter)
         return cls(*held, ref(member))
 
     @property
     def added(self) -> tuple[str, ...]:
         """The names of the entries that are added to every parameter's."""
-        norms = () if self.norm_statistics is None else layout.NORMS
-        return (*layout.ADDED, *norms, *((layout.SHARD_START,) if self.main_params.is_sharded else ()))
+        return (*layout.ADDED, *((layout.SHARD_START,) if self.main_params.is_sharded else ()))
 
     def holds(self, param: Tensor) -> bool:
         """Return whether ``param`` is one of this optimizer's."""

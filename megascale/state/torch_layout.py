@@ -10,7 +10,6 @@ ours goes into every parameter's state, next to the moments, as they carry that 
 - ``num_states``: 0-d int64, how many entries the wrapped optimizer has for the parameter. Some of those functions drop
   entries that the live optimizer lacks; this number reveals it.
 - ``step_counts_landed``, ``step_counts_skipped``: 0-d int64.
-- ``norm_statistics_mean``, ``norm_statistics_variance`` (fp64), ``norm_statistics_count``: 0-d, with ``config.zclip``.
 - ``shard_start``: 0-d int64, in copies of ``optimizer.state`` only (:mod:`megascale.state.state_view`), where ranks
   hold shards: where this rank's pieces begin in the flattened parameter. State dicts hold whole tensors, and lack it.
 """
@@ -29,7 +28,6 @@ from megascale.main_params.shard import ParamShard
 from megascale.state.schema import OWN_STATE_DICT, SHARED_STATE, is_held_as_codes
 from megascale.state.torch_frames import is_told_to_skip
 from megascale.step.counter import COUNT_KEYS
-from megascale.step.spikes import NORM_KEYS
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import are_equal
 from megascale.utils.param_names import renames
@@ -42,15 +40,12 @@ SHARED = {
     for what, keys in (
         ("grad_scaler", ("scale", "growth_tracker", "hysteresis_tracker")),
         ("step_counts", COUNT_KEYS),
-        ("norm_statistics", NORM_KEYS),
     )
 }
 """What belongs to the optimizer, by its keys in our layout: the names of the copies that every parameter has here."""
 ADDED = (MAIN_PARAM, NUM_STATES, *SHARED["grad_scaler"].values(), *SHARED["step_counts"].values())
-NORMS = tuple(SHARED["norm_statistics"].values())
-"""Beside ADDED, where the optimizer keeps statistics of the gradient norm."""
 SHARD_START = "shard_start"
-TAKEN = frozenset((*ADDED, *NORMS, SHARD_START))
+TAKEN = frozenset((*ADDED, SHARD_START))
 
 
 class StateDict(dict[str, Any]):

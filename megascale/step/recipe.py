@@ -8,7 +8,7 @@ first, or clips by value, takes them apart.
 **The first half** ends with a decision that all ranks share. It sends the only message of the decision, and every rank
 reaches that message, also one that has found an error: the error is counted in the vector of statistics instead of
 raised, because the other ranks wait for this one. After the message all ranks know of it, and raise together. This
-half moves the loss scale (and the statistics of norms), so that the same gradients must not be prepared twice.
+half moves the loss scale, so that the same gradients must not be prepared twice.
 
 **The second half** asks nobody. It reads the decision on the device, where a skipped step writes nothing. An error here
 is this rank's alone and comes too late to stop the others: it is recorded, this rank goes on to the gathers, for which
@@ -57,7 +57,6 @@ from megascale.step.misuse import (
 from megascale.step.observers import StepObserver, StepRecord
 from megascale.step.overflows import OverflowRecorder
 from megascale.step.result import CapturedStep, StepResult
-from megascale.step.spikes import NormStatistics, SpikeJudge
 from megascale.step.stalls import StallWatch
 from megascale.step.uneven_batches import JoinGuard
 from megascale.step.update import OverflowFlags
@@ -107,8 +106,8 @@ class StepRecipe:
         self.grads_are_scaled = grads_are_scaled
         self.last_result: StepResult | None = None
         self.overflows = OverflowRecorder(members, groups, members[0].device)
-        self.spikes = SpikeJudge.of(members[0].config, members[0].device)
-        watch = StallWatch(members, self.overflows, sees_spikes=self.spikes is not None)
+        self._most_norm = members[0].config.grad_norm_skip_threshold
+        watch = StallWatch(members, self.overflows, sees_spikes=self._most_norm != math.inf)
         # The watch asks the recorder which parameters overflowed, so that this must know of the step already.
         self.observers: list[StepObserver] = [self.overflows, watch]
         self._backend = members[0].backend
@@ -186,9 +185,7 @@ class StepRecipe:
         for member in self.members:
             member.unverified_params.clear()
         self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler))
-        # Observers may raise, too, so that the statistics of norms and the scale, which are state, change after them.
-        if self.spikes is not None:
-            self.spikes.commit()
+        # Observers may raise, too, so that the scale, which is state, changes after them.
         with span("rescale"):
             if scaler is not None:
                 scaler.update(overflow.found_inf)
@@ -295,11 +292,6 @@ class StepRecipe:
         for observer in self.observers:
             observer.reset()
 
-    @property
-    def norm_statistics(self) -> NormStatistics | None:
-        """The statistics of the gradient norm, where ``config.zclip`` keeps them."""
-        return None if self.spikes is None else self.spikes.statistics
-
     # For methods of wrapped optimizers besides step()
 
     def grads_to_lend(self, error: Exception | None) -> LentGrads:
@@ -350,9 +342,6 @@ class StepRecipe:
         collected, stats = self._measure(None, scaled=True)
         _, decision = self._decide(grad_stats.agree(stats, self.groups))
         skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
-        if self.spikes is not None:
-            self.spikes.judge(skip, None)
-            self.spikes.commit()  # a skipped step leaves the statistics as they are
         if self.grad_scaler is not None:
             self.grad_scaler.rehearse(skip.found_inf)
         ready = [ReadyStep(own.updates, skip) for own in collected]
@@ -488,10 +477,17 @@ class StepRecipe:
         return self.errors.consensus.vote(facts)
 
     def _decide(self, stats: GradStats) -> tuple[Decision, Decision]:
-        """Return two decisions: as overflows alone make it, and the step's, which knows of spikes too."""
+        """Return two decisions: as overflows alone make it, for the scaler, and the step's.
+
+        The step's also skips a norm above ``config.grad_norm_skip_threshold``, compared in fp32: Megatron-Core's rule
+        (``ChainedOptimizer.step`` from 0.19.2 on). As there, such a spike is no overflow.
+        """
         scale = None if self._grad_scaler is None else self._grad_scaler.live_scale
         overflow = self._backend.decide(stats.vector, scale, self.clip_grad)
-        return overflow, overflow if self.spikes is None else self.spikes.judge(overflow, scale)
+        if self._most_norm == math.inf:
+            return overflow, overflow
+        is_spike = (overflow.grad_norm > self._most_norm).float()
+        return overflow, replace(overflow, found_inf=torch.maximum(overflow.found_inf, is_spike))
 
     def _count(self, decision: Decision) -> None:
         """Count this step. A captured one is counted on the device only; its replays are counted on the host."""

@@ -225,8 +225,8 @@ WHY_SKIPPED = (
 )
 """Cause and remedy of steps that overflow without end; also in the errors of :mod:`megascale.amp`."""
 _WHY_SPIKES = (
-    "look at result.grad_norm, raise config.grad_norm_skip_threshold or config.zclip_z_thresh if it is sound, or else "
-    "lower the learning rate, and go back to a checkpoint from before"
+    "look at result.grad_norm, raise config.grad_norm_skip_threshold if it is sound, or else lower the learning rate, "
+    "and go back to a checkpoint from before"
 )
 _WHY_AT_FLOOR = (
     "the gradients hold inf or NaN at any scale that it may take; optimizer.last_overflow() names the parameters, "

@@ -102,7 +102,6 @@ def _optimizer_config(config: TrainConfig) -> OptimizerConfig:
         clip_grad=options.clip_grad,
         log_num_zeros_in_grad=True,
         grad_norm_skip_threshold=math.inf if threshold is None else threshold,
-        zclip=options.zclip,
         max_consecutive_skips=options.max_consecutive_skips,
         max_overflows_at_min_scale=options.max_overflows_at_min_scale,
     )

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megascale.config import HYSTERESIS_RESETS, ZCLIP_MODES
+from megascale.config import HYSTERESIS_RESETS
 from megascale.errors import ArgumentError
 from megascale.grad_scaler import LARGEST_TRACKER
 from megascale.utils import validate
@@ -28,7 +28,6 @@ CHOICES = {
     "scaler.scaler_type": ("dynamic", "static", "none"),
     "scaler.hysteresis_reset": HYSTERESIS_RESETS,
     "optimizer.name": ("sgd", "adamw", "adam", "muon"),
-    "optimizer.zclip": ZCLIP_MODES,
     "optimizer.schedule": ("cosine", "constant"),
     "checkpoint.resume": ("auto", "restart"),
 }
@@ -91,8 +90,6 @@ class OptimizerOptions:
     """Largest global gradient norm; 0 does not clip."""
     grad_norm_skip_threshold: float | None = None
     """Skip steps whose gradient norm is above it; null: none."""
-    zclip: str | None = None
-    """Spikes of the gradient norm, by ZClip: clip them, skip their steps, or null."""
     max_consecutive_skips: int | None = None
     """More skipped steps in a row than this end the run with an error; null: no limit."""
     max_overflows_at_min_scale: int | None = None

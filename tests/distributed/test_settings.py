@@ -145,7 +145,6 @@ def _other_config(field: str, value: Any, other: int) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("zclip", "skip"),
         ("grad_norm_skip_threshold", 3.0),
         ("max_consecutive_skips", 4),
         ("log_num_zeros_in_grad", True),

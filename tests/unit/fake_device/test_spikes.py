@@ -1,4 +1,6 @@
-"""Spike rules and the scale's minimum on a device that is not there: nobody waits for it, and a graph can hold them."""
+"""The norm threshold and the scale's minimum on a device that is not there: nobody waits for it, and a graph can hold
+them.
+"""
 
 from typing import Any
 
@@ -11,7 +13,7 @@ from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
 from tests.fake_device.training import INNER, give_grads, parameters, take_steps, wrap
 
-RULES: dict[str, Any] = {"grad_norm_skip_threshold": 1e3, "zclip": "clip", "max_consecutive_skips": 4}
+RULES: dict[str, Any] = {"grad_norm_skip_threshold": 1e3, "max_consecutive_skips": 4}
 
 
 def _steps_and_replays(device: FakeDevice) -> tuple[list[Record], Record, Record]:
@@ -28,7 +30,7 @@ def _steps_and_replays(device: FakeDevice) -> tuple[list[Record], Record, Record
     return steps, construction, replays
 
 
-def test_spike_rules_wait_for_nothing(on_device: OnDevice) -> None:
+def test_the_norm_threshold_waits_for_nothing(on_device: OnDevice) -> None:
     """Invariant 5: no host sync in a step or a replay; a rehearsal meets all that a graph will hold."""
     steps, construction, replays = on_device(_steps_and_replays)
     assert [seen.syncs() for seen in [*steps, replays]] == [[]] * 5

@@ -119,7 +119,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "scaled fp32": {"dtype": torch.float32},
     "remainders": {"store_param_remainders": True},
     "8 bit": {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8},
-    "norms": {"zclip": "skip"},
     "amsgrad": {"inner": "adam_amsgrad"},
     "momentum": {"inner": "sgd_momentum_fused"},
     "lion": {"inner": "lion"},

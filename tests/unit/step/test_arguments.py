@@ -246,7 +246,6 @@ def test_every_field_is_judged_or_has_an_effect() -> None:
     has_effect |= {"store_param_remainders", "optimizer_cpu_offload", "optimizer_offload_fraction"}
     has_effect |= {"overlap_cpu_optimizer_d2h_h2d", "optimizer_offload_compute", "pin_cpu_grads", "pin_cpu_params"}
     has_effect |= {"max_consecutive_skips", "max_overflows_at_min_scale", "grad_norm_skip_threshold"}
-    has_effect |= {"zclip", "zclip_z_thresh", "zclip_alpha", "zclip_warmup_steps"}
     assert {field.name for field in fields(OptimizerConfig)} == judged | has_effect
 
 

@@ -83,7 +83,6 @@ REFUSED = [
     (["optimizer.max_consecutive_skips=0"], "optimizer.max_consecutive_skips must be 1 or more, got 0"),
     (["optimizer.max_overflows_at_min_scale=0"], "optimizer.max_overflows_at_min_scale must be 1 or more, got 0"),
     (["optimizer.grad_norm_skip_threshold=0"], "optimizer.grad_norm_skip_threshold must be above 0"),
-    (["optimizer.zclip=off"], "optimizer.zclip must be one of 'clip', 'skip', got 'False'"),
     (["digits.fill=2"], "digits.fill is a probability"),
     (["seed=100000000000000000000"], "seed must be .* or less, got 1"),
     (["wandb_name=["], r"argument 'wandb_name=\[' has no value that YAML can read"),
@@ -148,10 +147,10 @@ def test_bad_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
 
 def test_budgets_and_spikes_reach_the_optimizer() -> None:
     """As they are typed; null is no rule and no limit."""
-    names = ["grad_norm_skip_threshold", "zclip", "max_consecutive_skips", "max_overflows_at_min_scale"]
+    names = ["grad_norm_skip_threshold", "max_consecutive_skips", "max_overflows_at_min_scale"]
     for values, expected in (
-        ("10 skip 50 20", [10.0, "skip", 50, 20]),
-        ("null null null null", [math.inf, *[None] * 3]),
+        ("10 50 20", [10.0, 50, 20]),
+        ("null null null", [math.inf, None, None]),
     ):
         keys = [f"optimizer.{name}={value}" for name, value in zip(names, values.split(), strict=True)]
         optimizer = build_wrapped_optimizer(load_config(keys), torch.nn.Linear(2, 1).half())
