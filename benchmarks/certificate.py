@@ -70,7 +70,7 @@ class Run:
 
     def wrap(self, half: bool) -> None:
         """Wrap the inner optimizer, without clipping."""
-        config = OptimizerConfig(fp16=half, bf16=not half, clip_grad=0.0, **self.states)
+        config = OptimizerConfig(fp16=half, bf16=not half, **self.states)
         self.optimizer = MixedPrecisionOptimizer(self.inner, config, ConstantGradScaler(SCALE) if half else None)
 
     def train(self, batch: Batch, rate: float) -> None:

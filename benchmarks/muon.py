@@ -190,7 +190,7 @@ CONTENDERS: dict[str, Callable[[list[tuple[int, int]], list[Tensor]], Contender]
 
 def _config(dtype: torch.dtype, **options: bool) -> OptimizerConfig:
     half = dtype == torch.float16
-    return OptimizerConfig(fp16=half, bf16=not half, clip_grad=0.0, muon_ns_dtype=NS_DTYPE, **options)
+    return OptimizerConfig(fp16=half, bf16=not half, muon_ns_dtype=NS_DTYPE, **options)
 
 
 def _rank() -> int:

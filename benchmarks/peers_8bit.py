@@ -35,7 +35,7 @@ def plain(params: list[Parameter]) -> torch.optim.Optimizer:
 
 def ours(params: list[Parameter], **states: Any) -> torch.optim.Optimizer:
     """Return ours, without clipping."""
-    return MixedPrecisionOptimizer(plain(params), OptimizerConfig(clip_grad=0.0, **states))
+    return MixedPrecisionOptimizer(plain(params), OptimizerConfig(**states))
 
 
 def contenders() -> dict[str, Make]:

@@ -28,8 +28,6 @@ from megascale.step.misuse import BUILD_LAST
 from megascale.utils import validate
 from megascale.utils.spelling import names_arguments
 
-SHARDS = ("auto", "elements", "parameters")
-
 
 @names_arguments
 class DistributedOptimizer(MixedPrecisionOptimizer):
@@ -150,7 +148,7 @@ def is_sharded_by_parameter(optimizer: torch.optim.Optimizer, shard: str, elemen
 
     Raises ArgumentError, naming it, for an optimizer that shall work on pieces of parameters and cannot.
     """
-    validate.one_of("shard", shard, SHARDS)
+    validate.one_of("shard", shard, ("auto", "elements", "parameters"))
     if elementwise is not None:
         validate.flag("elementwise", elementwise)
     is_elementwise = type(optimizer) in ELEMENTWISE or bool(elementwise)

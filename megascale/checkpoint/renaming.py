@@ -2,8 +2,8 @@
 
 Saved names that differ from the live ones by parts of wrappers alone, such as ``module.`` of DistributedDataParallel
 and ``_orig_mod.`` of torch.compile, are the same parameter's; so are, in an optimizer, a name and a position:
-:mod:`megascale.utils.param_names`. The manifest
-and torch's index are renamed together, so that reading knows nothing of it. No file changes.
+:mod:`megascale.utils.param_names`. The manifest is renamed as it is read, so that all that reads by it knows live
+names alone. No file changes.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -147,12 +147,6 @@ class BufferLayout:
                 yield Piece(placement.name, first - placement.start, last - placement.start, first)
             index += 1
 
-    def shard_pieces(self, rank: int) -> Iterator[tuple[Bucket, Piece]]:
-        """Yield what ``rank`` owns: bucket and piece, in order."""
-        for bucket in self.buckets:
-            for piece in self.pieces(*self.shard(bucket, rank)):
-                yield bucket, piece
-
 
 def build_layouts(
     params: Iterable[ParamSize],

@@ -270,7 +270,7 @@ def config_for(
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
     fp16, bf16 = torch.float16 in dtypes, torch.bfloat16 in dtypes
     if config is None:
-        return OptimizerConfig(fp16=fp16, bf16=bf16 and not fp16, clip_grad=clip_grad or 0.0)
+        config = OptimizerConfig(fp16=fp16, bf16=bf16 and not fp16)
     if fp16 and not config.fp16:
         raise ArgumentError("config.fp16 is False, but the optimizer has fp16 parameters; set fp16=True")
     if bf16 and not (config.bf16 or config.fp16):

@@ -18,8 +18,8 @@ INTERRUPTED = 130
 PIPE_CLOSED = 141
 
 EXTRAS = {
-    **{"omegaconf": "train", "sklearn": "train", "tqdm": "train", "tensorboard": "train"},
-    **{"wandb": "wandb", "matplotlib": "report"},
+    **{"omegaconf": "train", "sklearn": "train", "tqdm": "train", "tensorboard": "train", "matplotlib": "train"},
+    **{"wandb": "wandb"},
 }
 """The extra of megascale that installs a module."""
 

@@ -22,7 +22,7 @@ from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import INNER, bits_equal, model, same_bits
 
-CONFIG = OptimizerConfig(fp16=True, clip_grad=0.0)
+CONFIG = OptimizerConfig(fp16=True)
 OVERFLOWS = {1: 1, 4: 0, 5: 1}  # step: rank
 STEPS = 8
 

@@ -62,7 +62,7 @@ def _build(
     moments: dict[str, Any] = {"exp_avg_dtype": torch.int8} if compact else {}
     moments |= {"exp_avg_sq_dtype": torch.uint8} if compact and rule == "adamw" else {}
     fp16 = dtype == torch.float16
-    config = OptimizerConfig(fp16=fp16, bf16=not fp16, clip_grad=0.0, store_param_remainders=remainders, **moments)
+    config = OptimizerConfig(fp16=fp16, bf16=not fp16, store_param_remainders=remainders, **moments)
     inner = INNER[rule](model.named_parameters())
     scaler = ConstantGradScaler(64.0)
     return model, MixedPrecisionOptimizer(inner, config, scaler, grads_are_scaled=True, replicas_may_differ=True)
@@ -212,7 +212,7 @@ def _fsdp(rule: str) -> tuple[bool, bool]:
         if sharded:
             fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("fsdp",)))
         moments: dict[str, Any] = {"exp_avg_sq_dtype": torch.uint8} if rule == "adamw" else {}
-        config = OptimizerConfig(bf16=True, clip_grad=0.0, exp_avg_dtype=torch.int8, **moments)
+        config = OptimizerConfig(bf16=True, exp_avg_dtype=torch.int8, **moments)
         optimizer = MixedPrecisionOptimizer(INNER[rule](model.named_parameters()), config)
         for step in range(3):
             inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).bfloat16()

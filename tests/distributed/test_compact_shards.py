@@ -48,7 +48,7 @@ def build(
     torch.manual_seed(seed)
     model = Model().half()
     inner = INNER[rule](model.named_parameters())
-    config, scaler = OptimizerConfig(fp16=True, clip_grad=0.0, **dtypes), DynamicGradScaler(2.0**10)
+    config, scaler = OptimizerConfig(fp16=True, **dtypes), DynamicGradScaler(2.0**10)
     if sharding == "replicated":
         return model, MixedPrecisionOptimizer(inner, config, scaler)
     return model, DistributedOptimizer(inner, config, scaler, modules=model, bucket_numel=300, shard=sharding)

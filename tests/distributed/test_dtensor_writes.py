@@ -70,7 +70,7 @@ def _written(way: str, parallelism: str, dtype: torch.dtype, remainders: bool) -
         fully_shard(module, mesh=mesh)
     else:
         parallelize_module(module, mesh, ColwiseParallel())
-    config = OptimizerConfig(bf16=dtype == torch.bfloat16, clip_grad=0.0, store_param_remainders=remainders)
+    config = OptimizerConfig(bf16=dtype == torch.bfloat16, store_param_remainders=remainders)
     inner = torch.optim.SGD(module.named_parameters(), lr=1e-6)
     optimizer = MixedPrecisionOptimizer(inner, config)
 

@@ -148,7 +148,7 @@ def _experts(split: bool) -> dict[str, Tensor]:
         param.data += dist.get_rank()
     names = {"shared": shared, "own": own}
     groups = [{"params": [(f"{kind}{i}", param) for i, param in enumerate(names[kind])]} for kind in names]
-    config = OptimizerConfig(muon_split_work=split, clip_grad=0.0)
+    config = OptimizerConfig(muon_split_work=split)
     world = dist.group.WORLD
     ranks = ParallelGroups(data_parallel=world, grad_stats=world, expert_data_parallel=None)
     inner = torch.optim.Muon(groups, lr=0.05)

@@ -52,7 +52,7 @@ def _build(held: str, options: dict[str, Any]) -> tuple[nn.Module, MixedPrecisio
             fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
     # Without a clip, whose norm is a sum in another order on each layout.
-    config, scaler = OptimizerConfig(fp16=True, clip_grad=0.0, **options), DynamicGradScaler(2.0**10)
+    config, scaler = OptimizerConfig(fp16=True, **options), DynamicGradScaler(2.0**10)
     if held in ("elements", "parameters"):
         return module, DistributedOptimizer(inner, config, scaler, modules=module, bucket_numel=300, shard=held)
     sync = GradSync(module.named_parameters(), bucket_numel=300) if held == "synced" else None

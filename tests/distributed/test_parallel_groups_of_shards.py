@@ -239,7 +239,7 @@ def _tensor_parallel() -> list[Any]:
     module["alike"].shared = True
     optimizer = DistributedOptimizer(
         torch.optim.SGD(module.named_parameters(), lr=0.0),
-        OptimizerConfig(fp16=True, clip_grad=0.0, log_num_zeros_in_grad=True),
+        OptimizerConfig(fp16=True, log_num_zeros_in_grad=True),
         ConstantGradScaler(4.0),
         modules=module,
         groups=groups,
@@ -283,7 +283,7 @@ def _whole_experts(split: bool) -> list[float]:
     groups = ParallelGroups.from_mesh(mesh, expert_data_parallel=(), expert_tensor_parallel=())
     optimizer = MixedPrecisionOptimizer(
         torch.optim.SGD(module.named_parameters(), lr=0.0),
-        OptimizerConfig(fp16=True, clip_grad=0.0),
+        OptimizerConfig(fp16=True),
         ConstantGradScaler(4.0),
         groups=groups,
         grads_are_scaled=True,

@@ -111,7 +111,7 @@ def _on_ranks(kind: str, options: dict[str, Any]) -> tuple[dict[str, torch.Tenso
         fully_shard(module, mesh=mesh_of((torch.distributed.get_world_size(),), ("dp",)))
     sync = GradSync(module.named_parameters(), bucket_numel=20) if kind == "grad_sync" else None
     inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
-    config, scaler = OptimizerConfig(fp16=True, clip_grad=0.0, **options), DynamicGradScaler(2.0**6)
+    config, scaler = OptimizerConfig(fp16=True, **options), DynamicGradScaler(2.0**6)
     optimizer = MixedPrecisionOptimizer(inner, config, scaler, grad_sync=sync)
     for step in range(4):
         optimizer.zero_grad()

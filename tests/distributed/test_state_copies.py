@@ -26,7 +26,7 @@ def _build(kind: str, seed: int) -> tuple[Net, MixedPrecisionOptimizer]:
     module = Net().half()
     inner = INNER["adamw"](list(module.named_parameters()))
     scaler = DynamicGradScaler(2.0**12 / (1 + seed), 1.0, 2.0, 0.5, 4, 1)
-    config = OptimizerConfig(fp16=True, clip_grad=0.0, **(CODES if kind == "8 bit" else {}))
+    config = OptimizerConfig(fp16=True, **(CODES if kind == "8 bit" else {}))
     shard = "parameters" if kind == "parameters" else "elements"
     return module, DistributedOptimizer(inner, config, scaler, modules=module, broadcast_params=True, shard=shard)
 

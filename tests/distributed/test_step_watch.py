@@ -95,7 +95,7 @@ def test_clipping_while_scaled_is_told_on_all(ranks: RankPool) -> None:
 
 def _build(kind: str, module: Tiny, scale: float, **options: Any) -> Any:
     """Return an optimizer of which ranks reduce their gradients: whole, sharded, or a chain of two that are sharded."""
-    config = OptimizerConfig(fp16=True, clip_grad=0.0, **options)
+    config = OptimizerConfig(fp16=True, **options)
     scaler = DynamicGradScaler(scale, 1.0, hysteresis=1)
     named = list(module.named_parameters())
     if kind == "replicated":

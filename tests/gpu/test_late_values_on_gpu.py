@@ -31,7 +31,7 @@ def test_parameters_on_host_and_device(devices: list[str]) -> None:
     def built(where: list[str]) -> tuple[Bag, MixedPrecisionOptimizer]:
         values = torch.arange(1.0, 13.0).view(2, 6)
         module = Bag([value.half().to(device) for value, device in zip(values, where, strict=True)])
-        config = OptimizerConfig(fp16=True, clip_grad=0.0, backend="torch")
+        config = OptimizerConfig(fp16=True, backend="torch")
         scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
         return module, MixedPrecisionOptimizer(INNER["sgd"](module), config, scaler, grads_are_scaled=True)
 

@@ -139,7 +139,7 @@ def _put(tensor: Tensor, pieces: Tensor) -> Tensor:
 def _after_steps(value: Tensor, grad: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """Return the parameter and its main param after three steps."""
     param = torch.nn.Parameter(value)
-    config = OptimizerConfig(fp16=True, clip_grad=0.0, backend=backend)
+    config = OptimizerConfig(fp16=True, backend=backend)
     scaler = DynamicGradScaler(2.0, 1.0, 2.0, 0.5, 100, 1)
     inner = torch.optim.AdamW([param], lr=1e-2)
     optimizer = MixedPrecisionOptimizer(inner, config, scaler, grads_are_scaled=True)

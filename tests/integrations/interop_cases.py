@@ -75,7 +75,7 @@ def ours(
     """Return a model and an optimizer of ours in the state of a converted file."""
     model = net(dtype, seed=9)
     inner = torch.optim.AdamW(model.named_parameters(), **adamw)
-    config = OptimizerConfig(fp16=dtype == torch.float16, clip_grad=0.0)
+    config = OptimizerConfig(fp16=dtype == torch.float16)
     optimizer = MixedPrecisionOptimizer(inner, config, scaler)
     optimizer.load_state_dict(state)
     return model, optimizer

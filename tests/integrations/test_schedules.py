@@ -35,7 +35,7 @@ def test_lightning(tmp_path: Path) -> None:
             return loss * math.inf if index in SKIPPED else loss
 
         def configure_optimizers(self) -> Any:
-            config = OptimizerConfig(fp16=True, clip_grad=0.0)
+            config = OptimizerConfig(fp16=True)
             scaler = DynamicGradScaler(16.0, 1.0, 2.0, 0.5, 4, 1)
             optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(self.net.parameters(), lr=1.0), config, scaler)
             schedule = LandedLRScheduler(ExponentialLR(optimizer, 0.5))

@@ -28,9 +28,7 @@ from tests.integrations.accelerate_cases import as_rank, reset  # noqa: E402
 
 STEPS, MICRO_BATCHES, RATE = 8, 2, 1e-3
 OVERFLOW_AT = (5, 12)  # micro-batches: of steps 2 and 6
-CONFIG = OptimizerConfig(
-    fp16=True, lr=RATE, clip_grad=0.0, initial_loss_scale=2.0**12, loss_scale_window=3, hysteresis=1
-)
+CONFIG = OptimizerConfig(fp16=True, lr=RATE, initial_loss_scale=2.0**12, loss_scale_window=3, hysteresis=1)
 
 
 @pytest.fixture(autouse=True)

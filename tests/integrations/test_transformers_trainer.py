@@ -104,7 +104,7 @@ def test_the_optimizer_that_the_arguments_name(optim: str, tmp_path: Path) -> No
     reset()
     model = llama(torch.float16)
     make, moments = INNER[optim]
-    config = OptimizerConfig(fp16=True, clip_grad=0.0, **moments)
+    config = OptimizerConfig(fp16=True, **moments)
     scaler = DynamicGradScaler(2.0**12, growth_interval=2, hysteresis=1)
     optimizer = MixedPrecisionOptimizer(make(_groups(model)), config, scaler, named_parameters=model.named_parameters())
     args = arguments(TrainingArguments, tmp_path, max_grad_norm=0.5)
@@ -187,7 +187,7 @@ def test_any_other_optimizer(tmp_path: Path) -> None:
     trainer.train()
     assert isinstance(optimizer_of(trainer).optimizer, torch.optim.NAdam)
     reset()
-    config = OptimizerConfig(fp16=True, lr=RATE, clip_grad=0.0, initial_loss_scale=2.0**9)
+    config = OptimizerConfig(fp16=True, lr=RATE, initial_loss_scale=2.0**9)
     factory: Any = (lambda: partial(build_optimizer, config), {})
     trainer = HalfTrainer(
         model=llama(torch.float16), args=args, train_dataset=Samples(), optimizer_cls_and_kwargs=factory

@@ -408,7 +408,7 @@ def test_chained_optimizer() -> None:
     """The main params of all chained optimizers are averaged, under the model's names."""
     module = _normed()
     scaler = DynamicGradScaler(16.0, 1.0, 2.0, 0.5, 4, 1)
-    config = OptimizerConfig(fp16=True, clip_grad=0.0)
+    config = OptimizerConfig(fp16=True)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     halves = [named[::2], named[1::2]]
     parts = [

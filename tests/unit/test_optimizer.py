@@ -289,7 +289,7 @@ def test_skips_and_scales_equal_torch_amp() -> None:
     1.
     """
     ours_model, their_model = model(torch.float32), model(torch.float32)
-    config = OptimizerConfig(fp16=True, clip_grad=0.0)
+    config = OptimizerConfig(fp16=True)
     scaler = DynamicGradScaler(2.0**16, 2.0**-100, 2.0, 0.5, 3, 1)
     ours = MixedPrecisionOptimizer(
         torch.optim.AdamW(ours_model.parameters(), lr=1e-2), config, scaler, grads_are_scaled=True

@@ -324,7 +324,7 @@ def test_main_param_of_any_group_that_outgrows_fp16_is_named() -> None:
         weights = [nn.Parameter(torch.ones(4).half()) for _ in range(3)]
         inner = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=70000.0)
         optimizer = MixedPrecisionOptimizer(
-            inner, OptimizerConfig(fp16=True, clip_grad=0.0), ConstantGradScaler(1.0), grads_are_scaled=True
+            inner, OptimizerConfig(fp16=True), ConstantGradScaler(1.0), grads_are_scaled=True
         )
         for index, weight in enumerate(weights):
             weight.grad = torch.full_like(weight, float(index == overflowing))

@@ -73,7 +73,7 @@ def _sgd(bag: Bag) -> torch.optim.Optimizer:
 
 
 def _wrapped(inner: torch.optim.Optimizer, **options: Any) -> MixedPrecisionOptimizer:
-    config = OptimizerConfig(fp16=True, clip_grad=0.0, **options)
+    config = OptimizerConfig(fp16=True, **options)
     return MixedPrecisionOptimizer(inner, config, DynamicGradScaler(16.0, 1.0, 2.0, 0.5, 4, 1), grads_are_scaled=True)
 
 
@@ -373,7 +373,7 @@ def test_chained_optimizer() -> None:
     """One schedule serves all groups of a ChainedOptimizer."""
     bags = [Bag([torch.ones(2).half()]), Bag([torch.ones(3).half()])]
     scaler = DynamicGradScaler(16.0, 1.0, 2.0, 0.5, 4, 1)
-    config = OptimizerConfig(fp16=True, clip_grad=0.0)
+    config = OptimizerConfig(fp16=True)
     parts = [
         MixedPrecisionOptimizer(
             torch.optim.AdamW([(f"{index}.{name}", p) for name, p in bag.named_parameters()], lr=1.0 + index),

@@ -28,7 +28,7 @@ def _here() -> int:
 
 def _optimizer(grad: float) -> MixedPrecisionOptimizer:
     param = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    config = OptimizerConfig(fp16=True, loss_scale=2.0, clip_grad=0.0)
+    config = OptimizerConfig(fp16=True, loss_scale=2.0)
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD([param], lr=0.1), config, ConstantGradScaler(2.0))
     param.grad = torch.full_like(param, grad)
     return optimizer

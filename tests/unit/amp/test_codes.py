@@ -32,7 +32,7 @@ def _left(kind: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _step_wrapped(module: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-    wrapper = MixedPrecisionOptimizer(optimizer, OptimizerConfig(clip_grad=0.0, **options))
+    wrapper = MixedPrecisionOptimizer(optimizer, OptimizerConfig(**options))
     set_grads(module, 0)
     assert wrapper.step().success
     del wrapper

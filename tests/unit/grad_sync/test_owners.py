@@ -57,7 +57,10 @@ def test_no_parameter_crosses_a_border(shapes: list[Shape], num_shards: int, buc
             used = sum(placement.stop - placement.start for placement in own)
             assert bucket.numel - used <= len(own) * (alignment - 1)
         whole = {
-            (rank, piece.name, piece.numel) for rank in range(num_shards) for _, piece in layout.shard_pieces(rank)
+            (rank, piece.name, piece.numel)
+            for rank in range(num_shards)
+            for bucket in layout.buckets
+            for piece in layout.pieces(*layout.shard(bucket, rank))
         }
         assert whole == {(owners[size.name], size.name, size.numel) for size in sizes if size.numel}
 

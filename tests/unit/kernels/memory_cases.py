@@ -34,7 +34,7 @@ class Training:
         fp16, bf16 = dtype == torch.float16, dtype == torch.bfloat16
         self.inner = make(self.params)
         self.scaler = DynamicGradScaler(4.0, 1.0, 2.0, 0.5, 2, 1) if fp16 else None
-        config = OptimizerConfig(fp16=fp16, bf16=bf16, clip_grad=0.0, backend=backend)
+        config = OptimizerConfig(fp16=fp16, bf16=bf16, backend=backend)
         self.optimizer = MixedPrecisionOptimizer(self.inner, config, self.scaler, grads_are_scaled=True)
 
     def backward(self) -> None:

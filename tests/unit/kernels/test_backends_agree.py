@@ -72,7 +72,7 @@ def test_backends_live_alike_for_long(
 
 
 def _wrap(inner: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
-    config = OptimizerConfig(fp16=True, clip_grad=0.0, backend="native")
+    config = OptimizerConfig(fp16=True, backend="native")
     return MixedPrecisionOptimizer(inner, config, DynamicGradScaler(4.0, 1.0, 2.0, 0.5, 9, 1))
 
 

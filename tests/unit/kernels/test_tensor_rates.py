@@ -21,7 +21,7 @@ def _trained(backend: str, rule: str, shape: tuple[int, ...], lr: float | torch.
     inner = RULES[rule]([param])
     inner.param_groups[0]["lr"] = lr
     first = torch.int8 if codes else torch.float32
-    config = OptimizerConfig(bf16=True, clip_grad=0.0, backend=backend, exp_avg_dtype=first)
+    config = OptimizerConfig(bf16=True, backend=backend, exp_avg_dtype=first)
     optimizer = MixedPrecisionOptimizer(inner, config)
     for _ in range(4):
         param.grad = torch.randn(shape, generator=generator).bfloat16()

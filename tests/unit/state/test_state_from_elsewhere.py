@@ -55,7 +55,7 @@ def _wrap(
     """Wrap an optimizer of parameters in ``dtype``. Muon iterates in bf16, as torch's does on every machine."""
     config = None
     if isinstance(inner, torch.optim.Muon):
-        config = OptimizerConfig(bf16=dtype == torch.bfloat16, clip_grad=0.0, muon_ns_dtype=torch.bfloat16)
+        config = OptimizerConfig(bf16=dtype == torch.bfloat16, muon_ns_dtype=torch.bfloat16)
     return MixedPrecisionOptimizer(inner, config, scaler)
 
 

@@ -62,7 +62,7 @@ def _built(wrap: Wrap, seed: int, sharded: bool = False, **options: Any) -> tupl
     model = wrap(cast_model(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.float16))
     adam = torch.optim.AdamW(model.named_parameters(), lr=0.01)
     scaler = DynamicGradScaler(64.0, 1.0, 2.0, 0.5, 2, 1)
-    config = OptimizerConfig(fp16=True, clip_grad=0.0, **options)
+    config = OptimizerConfig(fp16=True, **options)
     if sharded:
         return model, DistributedOptimizer(adam, config, scaler, modules=model)
     return model, MixedPrecisionOptimizer(adam, config, scaler)

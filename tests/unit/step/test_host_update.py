@@ -522,7 +522,7 @@ def test_an_overflow_is_told_after_a_change_of_the_fraction() -> None:
     module.weight.data.fill_(65440.0)
     scaler = DynamicGradScaler(1.0, 1.0, 2.0, 0.5, 1000, 1)
     inner = torch.optim.SGD(module.named_parameters(), lr=1.0)
-    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, clip_grad=0.0, **OVERLAP), scaler)
+    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, **OVERLAP), scaler)
 
     def step(grad: float) -> None:
         optimizer.zero_grad()

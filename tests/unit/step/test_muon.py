@@ -14,7 +14,7 @@ from megascale.errors import ArgumentError, MainParamOverflowError
 from megascale.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, iteration_dtype, iterations, orthogonalize
 
 SCALE = 64.0
-AS_TORCH = OptimizerConfig(fp16=True, clip_grad=0.0, muon_ns_dtype=torch.bfloat16)
+AS_TORCH = OptimizerConfig(fp16=True, muon_ns_dtype=torch.bfloat16)
 MATRICES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4)
 
 
@@ -57,7 +57,7 @@ def test_bits_of_torch(
 ) -> None:  # fmt: skip
     """torch.optim.Muon on fp32 copies, with unscaled gradients, has the same main params and momentum, bit for bit."""
     params = _params(shapes)
-    config = OptimizerConfig(fp16=True, clip_grad=0.0, muon_ns_dtype=torch.bfloat16, backend=backend)
+    config = OptimizerConfig(fp16=True, muon_ns_dtype=torch.bfloat16, backend=backend)
     optimizer = _wrap(params, config, **options)
     expected = [nn.Parameter(param.detach().float()) for param in params]
     plain = torch.optim.Muon(expected, **options)
@@ -140,7 +140,7 @@ def test_batches_are_the_same_up_to_rounding(shapes: list[tuple[int, int]], pola
     weights = []
     for batched in (False, True):
         params = _params([*shapes, shapes[0], shapes[0]])
-        config = OptimizerConfig(fp16=True, clip_grad=0.0, muon_batched=batched, muon_ns_dtype=torch.float32)
+        config = OptimizerConfig(fp16=True, muon_batched=batched, muon_ns_dtype=torch.float32)
         optimizer = _wrap(params, config, **options)
         for seed in range(3):
             _step(optimizer, params, seed)

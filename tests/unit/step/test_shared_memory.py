@@ -24,7 +24,7 @@ class _Training:
         named = [(f"p{i}", param) for i, param in enumerate(self.params)]
         size = len(named) // groups
         self.inner = torch.optim.AdamW([{"params": named[i : i + size]} for i in range(0, 3, size)], lr=1e-2)
-        config = OptimizerConfig(fp16=dtype == torch.float16, clip_grad=0.0, backend=backend)
+        config = OptimizerConfig(fp16=dtype == torch.float16, backend=backend)
         self.optimizer = MixedPrecisionOptimizer(self.inner, config, ConstantGradScaler(4.0))
         self.step()
 

@@ -33,7 +33,7 @@ class _Training:
         named = [(f"p{i}", param) for i, param in enumerate(self.params)]
         size = len(named) // groups
         self.inner = INNER[inner]([{"params": named[i : i + size]} for i in range(0, 3, size)])
-        made = OptimizerConfig(bf16=dtype == torch.bfloat16, clip_grad=0.0, backend=backend, **config)
+        made = OptimizerConfig(bf16=dtype == torch.bfloat16, backend=backend, **config)
         self.optimizer = MixedPrecisionOptimizer(self.inner, made, ConstantGradScaler(1.0), grads_are_scaled=True)
         self.key = "momentum_buffer" if inner == "SGD" else "exp_avg"
         self.step()
