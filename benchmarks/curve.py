@@ -8,11 +8,13 @@ validation. AdamW, 1e-3 after 100 steps of warm-up, then a cosine down to a tent
 
 fp32: plain torch, without TF32. fp16: parameters cast by cast_model, fp32 main params, dynamic loss scale. compact:
 the same with 8-bit moments and 16-bit remainders in place of main params. Runs of one seed begin with the same
-parameters and see the same batches. ``--out PREFIX`` writes PREFIX.md, and every point to PREFIX.csv.
+parameters and see the same batches. ``--out PREFIX`` writes PREFIX.md, and every point to PREFIX.csv,
+of which ``--draw PREFIX.csv PICTURE.svg`` draws the training losses without training.
 """
 
 import argparse
 import csv
+import hashlib
 import math
 import statistics
 import sys
@@ -22,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import svg
 import torch
 from peers.report import place
 from torch import Tensor, nn
@@ -244,6 +247,34 @@ def write(out: Path, lines: list[str], runs: list[Run]) -> None:
                 rows.writerow([run.way, run.seed, step, f"{loss:.6f}", "" if held is None else f"{held:.6f}"])
 
 
+STROKES = {"fp32": ("#9a9a9a", 7.0), "fp16": ("#1f83c4", 3.0), "compact": ("#d55e00", 1.2)}
+LOSSES = (2.0, 2.5, 3.0, 3.5)
+"""Lines across; losses above the last are left out: the first steps."""
+
+
+def read_curves(points: Path) -> dict[str, dict[int, list[float]]]:
+    """Return the training loss of every seed, by way and step."""
+    curves: dict[str, dict[int, list[float]]] = {}
+    with points.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            curves.setdefault(row["way"], {}).setdefault(int(row["step"]), []).append(float(row["training loss"]))
+    return curves
+
+
+def draw(points: Path) -> str:
+    """Return the picture of a run's points. The lines lie upon each other: each is thinner than the one below."""
+    curves = read_curves(points)
+    seeds = len(next(iter(curves["fp32"].values())))
+    title = f"Training loss of a GPT in nats per byte, {seeds} seeds: fp16 and compact fp16 lie on fp32"
+    shapes = [svg.text(0, svg.SIZE, "Training loss, nats per byte, mean of ten steps", bold=True)]
+    shapes += svg.bands(curves, svg.Axes(LOSSES, 100, right=16), STROKES)
+    foot = svg.TOP + svg.HEIGHT + 38
+    shapes.append(svg.text(svg.LEFT, foot, f"step; line: mean of {seeds} seeds, band: lowest to highest", size=12))
+    names, foot = svg.legend([(name, colour) for name, (colour, _) in STROKES.items()], foot + 10)
+    source = f"{points.name} {hashlib.sha256(points.read_bytes()).hexdigest()}"
+    return svg.picture(title, [*shapes, *names], foot, source)
+
+
 def main() -> int:
     """Train, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -253,7 +284,12 @@ def main() -> int:
     parser.add_argument("--validate", type=int, default=100, help="steps between validations, a multiple of 10")
     parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--draw", nargs=2, type=Path, metavar=("POINTS", "PICTURE"))
     given = parser.parse_args()
+    if given.draw:
+        points, picture = given.draw
+        picture.write_text(draw(points), encoding="utf-8")
+        return 0
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device(given.device)
     text = Text(device, given.context, given.batch)

@@ -7,7 +7,8 @@ Every contender has parameters of its own with the same values; all read the sam
 loss scale. Every round times each contender once, in an order that rotates, so that drift of the machine and who went
 before meet all of them alike. A pass over a large buffer before each step measures the machine's bandwidth and leaves
 the caches cold. `--backends native,torch` adds a row for each backend of megascale. `--out FILE.md` also writes every
-round to FILE.csv. `--list` shows the contenders and how to install them.
+round to FILE.csv, and `--draw FILE.csv FILE.svg` only draws the rounds of an earlier run. `--list`
+shows the contenders and how to install them.
 
     python benchmarks/step.py --matrix --rounds 8 --out benchmarks/results/step_matrix_cpu.md
 
@@ -18,11 +19,15 @@ remainders, 8-bit moments, and both. The rule `masters`, which it has too, is no
 """
 
 import argparse
+import csv
+import hashlib
 import statistics
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
+import svg
 import torch
 from peers import matrix
 from peers.contenders import BASELINE, OURS, PEERS, REFERENCE, Entry, backend_entry
@@ -157,6 +162,54 @@ def explanations(measured: dict[str, Sequence[Run]], device: torch.device) -> st
     return "\n".join(lines)
 
 
+# The picture
+
+NAMES = {
+    "megascale": "megascale",
+    "megascale, torch": "megascale (torch)",
+    "masters": "fp32 copies by hand",
+    "torch amp": "torch.amp, fp32 weights",
+    "Megatron-Core, fused AdamW": "Megatron, fused AdamW",
+    "DeepSpeed FP16_Optimizer": "DeepSpeed FP16",
+}
+"""Contenders as readers know them."""
+COLOURS = {True: "#1f83c4", False: "#9a9a9a"}
+"""Of bars, by whether they are megascale's."""
+SHARES = 1.15
+"""The axis ends at this multiple of the largest median: one slow round does not shrink all bars."""
+
+
+def draw(rounds: Path) -> str:
+    """Return a picture: for each dtype a panel with a bar for each contender, the fastest first, and its range.
+
+    It names the digest of the rounds, so that a test finds a picture of others.
+    """
+    times: dict[str, dict[str, list[float]]] = {}
+    with rounds.open(newline="", encoding="utf-8") as stream:
+        for line in csv.DictReader(stream):
+            times.setdefault(line["dtype"], {}).setdefault(line["contender"], []).append(float(line["ms"]))
+    largest = SHARES * max(statistics.median(each) for found in times.values() for each in found.values())
+    shapes: list[str] = []
+    end = 0.0
+    for dtype, found in times.items():
+        bars = [
+            svg.Bar(
+                NAMES.get(who, who),
+                [svg.Piece(statistics.median(each), COLOURS[who.startswith("megascale")])],
+                f"{statistics.median(each):.0f}",
+                (min(each), max(each)),
+                who == "megascale",
+            )
+            for who, each in sorted(found.items(), key=lambda pair: statistics.median(pair[1]))
+        ]
+        drawn, end = svg.panel(f"{dtype}: 50M parameters in 200 tensors", bars, end, largest)
+        shapes += drawn
+        end += 10
+    shapes.append(svg.text(0, end + 8, "ms per step: median; line from the fastest to the slowest round", size=12))
+    source = f"{rounds.name} {hashlib.sha256(rounds.read_bytes()).hexdigest()}"
+    return svg.picture("Milliseconds per step of each contender", shapes, end + 16, source)
+
+
 # The command
 
 
@@ -180,6 +233,9 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--states", choices=["compact"], help="the matrix of compact states")
     parser.add_argument("--backends", default="", help="backends of megascale that get a row of their own")
     parser.add_argument("--only", default="", help="peers, by parts of their names, separated by commas")
+    parser.add_argument(
+        "--draw", nargs=2, type=Path, metavar=("ROUNDS", "PICTURE"), help="draw an earlier run's rounds"
+    )
     parser.add_argument("--list", action="store_true", help="show the contenders, and how to install them")
     arguments = parser.parse_args()
     if arguments.states:
@@ -211,7 +267,7 @@ def command_of(arguments: argparse.Namespace) -> str:
     return f"python benchmarks/step.py {'--matrix ' * arguments.matrix}" + " ".join(options)
 
 
-def write(arguments: argparse.Namespace, device: torch.device, title: str, body: Sequence[str], csv: str) -> None:
+def write(arguments: argparse.Namespace, device: torch.device, title: str, body: Sequence[str], rounds: str) -> None:
     """Print the page, and write it and every round where asked."""
     where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     parts = [
@@ -224,7 +280,7 @@ def write(arguments: argparse.Namespace, device: torch.device, title: str, body:
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text)
-        arguments.out.with_suffix(".csv").write_text(csv)
+        arguments.out.with_suffix(".csv").write_text(rounds)
 
 
 def main() -> None:
@@ -234,6 +290,10 @@ def main() -> None:
     if arguments.list:
         for entry in entries:
             print(f"{entry.name}: needs {entry.needs}{', ' + entry.install if entry.install else ''}")
+        return
+    if arguments.draw:
+        rounds, picture = arguments.draw
+        picture.write_text(draw(rounds), encoding="utf-8")
         return
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.threads)

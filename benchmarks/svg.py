@@ -96,13 +96,10 @@ def bands(
     curves: Mapping[str, Mapping[int, Sequence[float]]],
     axes: Axes,
     strokes: Mapping[str, tuple[str, float]],
-    *,
-    named: bool = True,
 ) -> list[str]:
     """Return curves, by name and step: the mean of several runs as a line, and a band from the lowest to the highest.
 
-    ``strokes``: colour and width of each line. ``named``: each has its name and last mean at its end. Steps of which a
-    value is above the highest level are left out.
+    ``strokes``: colour and width of each line. Steps of which a value is above the highest level are left out.
     """
     last = max(step for steps in curves.values() for step in steps)
     low, high = axes.levels[0], axes.levels[-1]
@@ -124,12 +121,9 @@ def bands(
         upper = [f"{x(step):.1f} {y(max(values)):.1f}" for step, values in shown.items()]
         lower = [f"{x(step):.1f} {y(min(values)):.1f}" for step, values in reversed(shown.items())]
         middle = [f"{x(step):.1f} {y(mean(values)):.1f}" for step, values in shown.items()]
-        (colour, width), end = strokes[name], mean(steps[last])
+        colour, width = strokes[name]
         shapes.append(f'<path d="M{"L".join(upper + lower)}Z" fill="{colour}" fill-opacity="0.3"/>')
         shapes.append(f'<path d="M{"L".join(middle)}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>')
-        if named:
-            shapes.append(text(x(last) + 5, y(end) + 1, name, bold=True))
-            shapes.append(text(x(last) + 5, y(end) + 16, f"{end:.2f}", size=12))
     return shapes
 
 

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# The checks that need a GPU: tests/gpu, then the benchmarks; tables, rounds and plots go to a folder. Under 9 minutes.
-# Needs torch >= 2.11 with its triton, numpy, pytest and hypothesis, and no network. Last it prints one table of paper
-# against measured.
+# The checks that need a GPU: tests/gpu, then the benchmarks; tables and rounds go to a folder. Under 9 minutes.
+# Needs torch >= 2.11 with its triton, numpy, pytest and hypothesis, and no network.
 #   launch/gpu_check.sh [FOLDER]     FOLDER: where the tables go; default: benchmarks/results
 # Every part has a time limit of its own. One that fails does not stop the next; the exit status is 1 then.
 set -uo pipefail
@@ -30,20 +29,16 @@ part() { # part NAME SECONDS COMMAND...
 command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
 PYTHONPATH=. "$python" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("launch/gpu_check.sh: no GPU here"); print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())' || exit 1
 
-rm -f "$out"/{step,graph,kernels,paper,sweep,offload,idle}_gpu*  # an earlier run's must not pass for this one's
+rm -f "$out"/{step,graph,kernels,offload}_gpu*  # an earlier run's must not pass for this one's
 
 # Without addopts: --strict-config refuses the settings of pytest-timeout where that is not installed.
 part "tests" 240 "$python" -m pytest tests/gpu -q -o addopts=-ra
 part "step" 120 "$python" benchmarks/step.py --numel 400000000 --tensors 300 --rounds 12 --device cuda \
     --backends triton,torch --out "$out/step_gpu.md"
-part "tensors" 90 "$python" benchmarks/sweep.py tensors --tensor-counts 1,200,2000 --rounds 3 --limit 3 \
-    --device cuda --out "$out/sweep_gpu"
 part "kernels" 80 "$python" benchmarks/kernels.py --out "$out/kernels_gpu.md"
 part "graph" 50 "$python" benchmarks/graph.py --backends triton --out "$out/graph_gpu.md"
 part "offload" 120 "$python" benchmarks/offload.py --numel 1000000000 --width 8192 --tokens 32768 --seconds 80 \
     --out "$out/offload_gpu.md"
-part "idle" 40 "$python" benchmarks/idle.py --out "$out/idle_gpu.md"
-part "paper" 10 "$python" benchmarks/paper.py "$out" --out "$out/paper_gpu.md"
 
 if ((${#failed[@]})); then
     printf '\nfailed: %s\n' "${failed[*]}"

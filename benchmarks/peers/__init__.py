@@ -1,1 +1,1 @@
-"""Contenders of distributed.py, step.py and sweep.py: a module each, imported only where they run."""
+"""Contenders of distributed.py and step.py: a module each, imported only where they run."""

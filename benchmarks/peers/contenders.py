@@ -1,4 +1,4 @@
-"""Who takes part in step.py and sweep.py, where each is built, and what must be installed for it."""
+"""Who takes part in step.py, where each is built, and what must be installed for it."""
 
 from dataclasses import dataclass, field, replace
 from importlib import import_module

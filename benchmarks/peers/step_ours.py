@@ -1,16 +1,14 @@
-"""megascale's step: on plain gradients with any backend, on GradSync's main grads, and DistributedOptimizer's."""
+"""megascale's step on plain gradients, with any backend."""
 
 import time
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
-from peers import ours
-from peers.given import CLIP, GROWTH_INTERVAL, HYSTERESIS, SCALE, GivenModel, Setup
+from peers.given import CLIP, GROWTH_INTERVAL, HYSTERESIS, SCALE
 from peers.rules import ADAMW, FP32_MOMENTS, RULES, Moments
 from peers.work import UnavailableError, Work
 
@@ -66,29 +64,6 @@ class Megascale:
         return [*self.params]
 
 
-class OnMainGrads:
-    """An optimizer of peers.ours. The given backward and the reduction over one rank are not timed."""
-
-    def __init__(self, work: Work, build: Any) -> None:
-        self.own_grad_bytes = 4
-        self.traffic = RULES[ADAMW].traffic(4, work.dtype.itemsize, FP32_MOMENTS)
-        setup = Setup(0, 1, work.device, work.dtype, None, {})
-        self.contender: ours.Megascale = build(GivenModel(work.tensors, torch.cat(work.grads), setup), setup)
-        self.backend_name = self.contender.optimizer.backend.name
-
-    def prepare(self) -> None:
-        """Run the given backward, which adds up main grads."""
-        self.contender.reduce()
-
-    def step(self) -> None:
-        """See :class:`peers.work.Stepper`."""
-        self.contender.step()
-
-    def parameters(self) -> list[Tensor]:
-        """See :class:`peers.work.Stepper`."""
-        return self.contender.parameters()
-
-
 def plain(work: Work) -> Megascale:
     """Return MixedPrecisionOptimizer.
 
@@ -96,13 +71,3 @@ def plain(work: Work) -> Megascale:
     and "params" that it shares with others, with their gradients (its own).
     """
     return Megascale(work)
-
-
-def grad_sync(work: Work) -> OnMainGrads:
-    """Return MixedPrecisionOptimizer with GradSync, fp32 main grads."""
-    return OnMainGrads(work, ours.replicated)
-
-
-def distributed(work: Work) -> OnMainGrads:
-    """Return DistributedOptimizer at one rank, fp32 main grads."""
-    return OnMainGrads(work, ours.sharded)

@@ -1,4 +1,4 @@
-"""The work of one optimizer step on one rank, the same for every contender of step.py and sweep.py.
+"""The work of one optimizer step on one rank, the same for every contender of step.py.
 
 Unscale, check for overflow, clip to CLIP, AdamW in fp32, and every model parameter rounded from its master.
 """

@@ -2,18 +2,14 @@
 
 import csv
 import importlib
-import importlib.util
 import itertools
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-from megascale.kernels.native import levels
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 280
@@ -105,27 +101,6 @@ def test_matrix_times_every_rule_beside_adamw(tmp_path: Path) -> None:
 
 
 @pytest.mark.weekly(minutes=0.2)
-def test_sweeps_write_tables_rounds_and_plots(tmp_path: Path) -> None:
-    """Each sweep has a row for every point and contender; a point that memory cannot hold says so."""
-    lists = ("--tensors", "3", "--parameters", "1e4,1e15", "--tensor-counts", "1,30")
-    text = run("sweep.py", "parameters", "tensors", "dtype", *lists, "--out", str(tmp_path / "sweep"))
-    rows = [tuple(row.values()) for row in table(text)]
-    timed = {(row[0], row[1].partition(" (")[0]) for row in rows if row[2].replace(".", "").isdigit()}
-    ours = {"megascale", "megascale, GradSync", "megascale DistributedOptimizer"}
-    assert {("10,000", name) for name in ("megascale", "masters", "torch amp")} <= timed
-    assert {(point, name) for point in ("1", "30") for name in ours} <= timed
-    assert {(dtype, "megascale, bf16 moments") for dtype in ("float16", "bfloat16", "float32")} <= timed
-    assert ("float32", "masters") not in timed
-    assert any(row[0] == f"{10**15:,}" and row[2].startswith("left out") for row in rows)
-    plotted = importlib.util.find_spec("matplotlib") is not None
-    for name in ("parameters", "tensors", "dtype"):
-        assert (tmp_path / f"sweep_{name}.md").read_text().strip() in text
-        with (tmp_path / f"sweep_{name}.csv").open() as file:
-            assert {row["round"] for row in csv.DictReader(file)} == {"0", "1"}
-        assert (tmp_path / f"sweep_{name}.png").exists() == plotted
-
-
-@pytest.mark.weekly(minutes=0.2)
 def test_host_time_compares_checkouts(tmp_path: Path) -> None:
     """A row for every number of tensors, with gradients in place and moved; a column for each checkout."""
     out = tmp_path / "table.md"
@@ -142,24 +117,6 @@ def test_host_time_compares_checkouts(tmp_path: Path) -> None:
         for name in ("before", "here"):
             least, median = row[f"{name}: smallest ms (median)"].removesuffix(")").split(" (")
             assert 0 < float(least) <= float(median)
-
-
-@pytest.mark.weekly(minutes=0.2)
-def test_growth_compares_few_and_many_tensors(tmp_path: Path) -> None:
-    """One row a contender, on both numbers of tensors; the operators of ours do not depend on them."""
-    text = run("growth.py", "--few", "3", "--many", "33", "--out", str(tmp_path / "growth.md"))
-    assert (tmp_path / "growth.md").read_text().strip() == text.strip()
-    rows = table(text)
-    names = [row["step"].partition(" (")[0] for row in rows]
-    ours = ["megascale", "megascale, GradSync", "megascale DistributedOptimizer"]
-    assert names == [*ours, "torch amp", "masters"]
-    for row in rows[:3]:
-        few, many = row["operators"].split(", ")
-        assert few == many
-        assert float(row["ratio of medians"]) > 0
-    with (tmp_path / "growth.csv").open() as file:
-        rounds = [(row["contender"], row["round"]) for row in csv.DictReader(file)]
-    assert rounds == [(f"{name}, {count} tensors", index) for name in names for count in (3, 33) for index in "01"]
 
 
 @pytest.mark.weekly(minutes=0.2)
@@ -192,39 +149,6 @@ def test_everybody_follows_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.weekly(minutes=0.2)
-def test_bare_loops_move_the_bytes_of_every_rule() -> None:
-    """One row for each traffic, with its bytes, and those of them that are read; rules of one traffic share a row."""
-    found = {(row["rule"], row["parameters"]): row for row in table(run("traffic.py", "--tensors", "3"))}
-    moved = {"adamw": (30, 16), "amsgrad": (38, 20), "sgd": (14, 8), "momentum": (22, 12)}
-    assert len(found) == 3 * len(moved)
-    for rule, expected in moved.items():
-        for dtype, more in (("float16", 0), ("bfloat16", 0), ("float32", 2)):
-            row = found[rule, dtype]
-            assert int(row["bytes / parameter"]) == expected[0] + more
-            assert int(row["of them read"]) == expected[1] + 2 * more
-    assert found["adamw", "float16"]["of AdamW's in fp16 (median)"] == "1.00"
-
-
-def as_on_gpu(text: str) -> str:
-    """Return a page with the words of one that was written on a GPU."""
-    words = {"megascale (native)": "megascale (triton)", "| operators |": "| launches |", "host reads": "host waits"}
-    for here, there in words.items():
-        text = text.replace(here, there)
-    return text
-
-
-GRAPH = """## Replays of the step: torch 2.11.0, a GPU
-
-### 3,000,000 parameters in 200 tensors, backend triton: the same bits
-
-| step | median ms | min | max | of eager |
-|---|---|---|---|---|
-| eager | 0.500 | 0.4 | 0.6 | 1.00 |
-| replay | 0.090 | 0.08 | 0.1 | 0.18 |
-"""
-
-
-@pytest.mark.weekly(minutes=0.2)
 def test_curves_compare_runs_of_one_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,97 +170,26 @@ def test_curves_compare_runs_of_one_seed(
         assert abs(losses[way, "1", "10"] - losses["fp32", "1", "10"]) < 0.05
 
 
-def paper_of(folder: Path) -> dict[str, dict[str, str]]:
-    """Return the lines of benchmarks/paper.py on a folder, by what they are of."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "paper.py"), str(folder), "--out", str(folder / "paper.md")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (folder / "paper.md").read_text().strip() == done.stdout.strip()
-    return {row["AdamW on fp16 parameters, triton"]: row for row in table(done.stdout)}
-
-
-def test_paper_names_what_was_not_measured(tmp_path: Path) -> None:
-    """A part that failed has a line of its own; the time of a replay on paper needs the bandwidth."""
-    assert {row["measured"] for row in paper_of(tmp_path).values()} == {"not measured"}
-    (tmp_path / "graph_gpu.md").write_text(GRAPH)
-    assert len(paper_of(tmp_path)) == 4
-    (tmp_path / "step_gpu.md").write_text("Copy bandwidth in the same run: median 3000.0 GB/s, best 3100.0.")
-    found = paper_of(tmp_path)["replay of 3,000,000 parameters in 200 tensors: ms"]
-    assert [*found.values()][1:] == ["0.03", "0.09", "3.00"]
-
-
-@pytest.mark.weekly(minutes=0.2)
-def test_paper_reads_what_the_benchmarks_write(tmp_path: Path) -> None:
-    """Time, launches and waits of each page of launch/gpu_check.sh are found."""
-    run("step.py", "--tensors", "3", "--dtypes", "float16", "--only", "nobody", "--out", str(tmp_path / "step_gpu.md"))
-    run("sweep.py", "tensors", "--tensor-counts", "1,20", "--limit", "5", "--out", str(tmp_path / "sweep_gpu"))
-    (tmp_path / "graph_gpu.md").write_text(GRAPH)
-    for name in ("step_gpu.md", "sweep_gpu_tensors.md"):
-        page = tmp_path / name
-        page.write_text(as_on_gpu(page.read_text()))
-    found = paper_of(tmp_path)
-    for size in ("float16, 9,999 parameters in 3", "9,999 parameters in 1", "9,999 parameters in 20"):
-        assert [found[f"{size} tensors: {what}"]["paper"] for what in ("launches", "host waits")] == ["10", "0"]
-        assert float(found[f"{size} tensors: ms"]["measured"]) > 0
-    assert len(found) == 3 * 3 + 2
-
-
-def test_figures_are_of_the_committed_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each picture of docs/ names the digest of the rounds it shows: one of older rounds is found."""
+@pytest.mark.parametrize(
+    ("program", "rounds", "picture"),
+    [
+        ("step", "step_cpu.csv", "step_benchmark.svg"),
+        ("curve", "curve_cpu.csv", "training_curve.svg"),
+    ],
+)
+def test_pictures_are_what_the_programs_draw(
+    program: str, rounds: str, picture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn again from the committed rounds they are the same; transparent, and they ask for no other file."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    figure = importlib.import_module("figure")
-    for rounds, picture in figure.FIGURES.items():
-        source = f"{rounds} {figure.digest(ROOT / 'benchmarks' / 'results' / rounds)}"
-        drawn = (ROOT / "docs" / "assets" / picture).read_bytes()
-        assert source.encode() in drawn, f"docs/assets/{picture} is of other rounds: python benchmarks/figure.py"
-
-
-def test_figures_have_a_bar_for_each_contender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A panel for each dtype, or for each number of tensors; the fastest comes first."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    figure = importlib.import_module("figure")
-    (tmp_path / "step_cpu.csv").write_text(
-        'dtype,contender,round,ms\nfloat16,"b, c",0,2\nfloat16,"b, c",1,4\nfloat16,a,0,1\nbfloat16,a,0,5\n'
-    )
-    times = figure.read_times(tmp_path / "step_cpu.csv")
-    assert times == {"float16": {"b, c": [2.0, 4.0], "a": [1.0]}, "bfloat16": {"a": [5.0]}}
-    grown = {"a, x, 200 tensors": [1.0], "a, x, 9 tensors": [2.0], "a, 200 tensors": [3.0], "a, 9 tensors": [4.0]}
-    few, many = figure.growth_panels({"float16": grown}).values()
-    assert (few, many) == ({"a, x": [1.0], "a": [3.0]}, {"a, x": [2.0], "a": [4.0]})
-    (tmp_path / "growth_cpu.csv").write_text('dtype,contender,round,ms\nfloat16,"a, 2 tensors",0,1\n')
-    figure.main(["--results", str(tmp_path), "--out", str(tmp_path)])
-    for rounds, picture in figure.FIGURES.items():
-        assert figure.digest(tmp_path / rounds).encode() in (tmp_path / picture).read_bytes()
-    drawn = (tmp_path / figure.FIGURES["step_cpu.csv"]).read_text()
-    assert re.findall(r">(a|b, c)</text>", drawn) == ["a", "b, c", "a"]  # the fastest first
-
-
-def test_figures_are_what_the_program_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes per parameter are those of the estimate; all pictures are transparent, and ask for no other file."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    figure = importlib.import_module("figure")
-    figure.main(["--out", str(tmp_path)])
-    drawn = sorted(path.name for path in tmp_path.iterdir())
-    assert drawn == sorted([*figure.FIGURES.values(), figure.BYTES, figure.FLOW])
-    for name in drawn:
-        text = (tmp_path / name).read_text()
-        assert text == (ROOT / "docs" / "assets" / name).read_text(), f"{name} is old: python benchmarks/figure.py"
-        assert "href" not in text
-        assert 'width="100%"' not in text  # no background
-
-
-@pytest.mark.weekly(minutes=1)
-@pytest.mark.parametrize("states", ["float32", "compact"])
-def test_native_levels_are_timed_and_leave_the_same_bits(states: str) -> None:
-    """A row for what is compiled here, for each level of a wheel's libraries that this CPU has, and for torch."""
-    arguments = ("--numel", "9999", "--tensors", "3", "--rounds", "2", "--threads", "1", "--states", states)
-    command = [sys.executable, str(ROOT / "benchmarks" / "native_levels.py"), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=True)
-    rows = table(done.stdout)
-    ours = ["native, compiled here", *(f"native, `{name}`" for name in levels.supported())]
-    assert [row["backend"] for row in rows] == ([*ours, "torch"] if states == "float32" else ours)
-    assert [row["same bits"] for row in rows[: len(ours)]] == ["yes"] * len(ours)
+    made, drawn = tmp_path / picture, ROOT / "docs" / "assets" / picture
+    given = str(ROOT / "benchmarks" / "results" / rounds)
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", "--draw", given, str(made)])
+    importlib.import_module(program).main()
+    text = made.read_text()
+    assert text == drawn.read_text(), f"python benchmarks/{program}.py --draw {given} {drawn}"
+    assert "href" not in text
+    assert 'width="100%"' not in text  # no background
 
 
 @pytest.mark.weekly(minutes=0.2)
@@ -433,15 +286,3 @@ def test_peers_of_8_bits_are_compared_with_ours(tmp_path: Path) -> None:
     rows = table(out.read_text())
     assert len(rows) >= 3
     assert rows[0]["ours, 8-bit moments / it"] == "1.00 (1.00 to 1.00)"
-
-
-def test_the_training_curves_picture_is_of_the_committed_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Drawn again from the points it is the same; they are of three ways and three seeds."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    picture = importlib.import_module("curve_picture")
-    picture.main(["--out", str(tmp_path / "again.svg")])
-    assert (tmp_path / "again.svg").read_text() == picture.OUT.read_text(), "python benchmarks/curve_picture.py"
-    found = {(way, len(losses)) for way, at in picture.read_curves(picture.RESULTS).items() for losses in at.values()}
-    assert found == {("fp32", 3), ("fp16", 3), ("compact", 3)}

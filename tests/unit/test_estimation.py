@@ -1,6 +1,7 @@
 """Estimates from sizes alone: of huge models, of a module and a number, on the command line."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,15 @@ def test_does_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
         assert "  yes: " in capsys.readouterr().out
     assert main(["estimate", "100T", "--gpu", "t4"]) == 0
     assert "take a larger card" in capsys.readouterr().out
+
+
+def test_the_pages_picture_of_bytes_per_parameter() -> None:
+    """docs/assets/bytes_per_parameter.svg: its numbers are the estimates, on one GPU and sharded over eight."""
+    remainders: dict[str, Any] = {"store_param_remainders": True}
+    moments: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+    rows: list[dict[str, Any]] = [{"precision": "fp32"}, {}, remainders, moments, remainders | moments]
+    layouts: list[dict[str, Any]] = [{}, {"ranks": 8, "sharding": "zero1"}]
+    held = [sum(estimate(10**9, **row, **layout).held.values()) for layout in layouts for row in rows]
+    expected = [f"{round(nbytes / 1e9, 2):g}" for nbytes in held]
+    picture = Path(__file__).parents[2] / "docs" / "assets" / "bytes_per_parameter.svg"
+    assert re.findall(r">([0-9.]+)</text>", picture.read_text()) == expected
