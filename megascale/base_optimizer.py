@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megascale.config import OptimizerConfig, offload_fraction
+from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
@@ -19,7 +19,6 @@ from megascale.step import ownership
 from megascale.step.arguments import check_grad_scaler, require_values
 from megascale.step.description import described
 from megascale.step.main_grads import lent_main_params
-from megascale.step.member import StepMember
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.recipe import StepRecipe
 from megascale.step.result import StepResult
@@ -175,28 +174,6 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         limit = validate.non_negative("clip_grad", value)
         for one in (self, *self.parts()):
             one.recipe.clip_grad = limit
-
-    @property
-    def optimizer_offload_fraction(self) -> float:
-        """The share of the 16-bit parameters' elements in host memory, at least; starts as the config's.
-
-        Of a chain it is that of the members whose configs have ``optimizer_cpu_offload``.
-        May be set between steps, to the same number on all ranks together: main params and state move with every bit,
-        and the host waits for the copies. "auto": all go to host memory, and the next steps are measured anew.
-        UsageError without ``optimizer_cpu_offload``, or in the middle of a step.
-        """
-        return self._in_host_memory()[0].main_params.offload_fraction
-
-    @optimizer_offload_fraction.setter
-    def optimizer_offload_fraction(self, value: float | str) -> None:
-        for member in self._in_host_memory():
-            overlaps = member.config.overlap_cpu_optimizer_d2h_h2d
-            member.set_offload_fraction(offload_fraction(value, overlaps=overlaps))
-
-    def _in_host_memory(self) -> list[StepMember]:
-        """Return the members with main params in host memory, or all members where none has any there."""
-        members = self.recipe.members
-        return [member for member in members if member.config.optimizer_cpu_offload] or members
 
     def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
         """Return which gradients held inf or NaN in the last step that was skipped; None if none was.

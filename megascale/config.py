@@ -61,7 +61,7 @@ class StepConfig(DecisionConfig):
     exp_avg_sq_dtype: torch.dtype = torch.float32
     store_param_remainders: bool = False
     optimizer_cpu_offload: bool = False
-    optimizer_offload_fraction: float | str = 1.0
+    optimizer_offload_fraction: float = 1.0
     optimizer_offload_compute: str = "host"
     overlap_cpu_optimizer_d2h_h2d: bool = False
     pin_cpu_grads: bool = True
@@ -149,8 +149,8 @@ class OptimizerConfig(StepConfig):
             device. Default: False.
         optimizer_offload_fraction: With ``optimizer_cpu_offload``, the share of their elements that goes to host
             memory, at least: above 0, up to 1. Parameters that come first in the param groups, whose weights
-            forward needs first, stay on the device. "auto": as much as can be hidden behind forward, measured in
-            the first steps; needs ``overlap_cpu_optimizer_d2h_h2d``. Default: 1.0.
+            forward needs first, stay on the device. A checkpoint loads into a run with any other. The page *Train
+            larger models* chooses it from two timed runs. Default: 1.0.
         optimizer_offload_compute: With ``optimizer_cpu_offload``, who updates main params and state that live in
             host memory (megascale's): "host", or "device", which they visit slice by slice, or "auto": the faster of
             both, measured in the first steps. Default: "host".
@@ -274,34 +274,13 @@ def check_moment_dtypes(options: Any) -> None:
         )
 
 
-AUTO = "auto"
-
-
-def offload_fraction(value: Any, *, overlaps: bool) -> float | str:
-    """Return an ``optimizer_offload_fraction``. Raises ArgumentError or ArgumentTypeError for what is none.
-
-    ``overlaps``: whether ``overlap_cpu_optimizer_d2h_h2d`` is set.
-    """
-    if isinstance(value, str):
-        validate.one_of("optimizer_offload_fraction", value, (AUTO,))
-        if not overlaps:
-            raise ArgumentError(
-                'optimizer_offload_fraction="auto" needs overlap_cpu_optimizer_d2h_h2d=True: without it step() waits '
-                "for the update, whatever the fraction; give a number"
-            )
-        return value
-    number = validate.non_negative("optimizer_offload_fraction", value)
-    if not 0 < number <= 1:
-        raise ArgumentError(
-            f"optimizer_offload_fraction must be above 0 and at most 1, got {value!r}; optimizer_cpu_offload=False "
-            "keeps all on the device"
-        )
-    return number
-
-
 def check_offload(options: Any) -> None:
     """Raise ArgumentError for fields of ``options`` that host memory cannot serve together."""
-    offload_fraction(options.optimizer_offload_fraction, overlaps=options.overlap_cpu_optimizer_d2h_h2d)
+    if not 0 < validate.non_negative("optimizer_offload_fraction", options.optimizer_offload_fraction) <= 1:
+        raise ArgumentError(
+            f"optimizer_offload_fraction must be above 0 and at most 1, got {options.optimizer_offload_fraction!r}; "
+            "optimizer_cpu_offload=False keeps all on the device"
+        )
     if options.optimizer_offload_fraction != 1.0 and not options.optimizer_cpu_offload:
         raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
     validate.one_of("optimizer_offload_compute", options.optimizer_offload_compute, OFFLOAD_COMPUTE)

@@ -32,10 +32,8 @@ ACTIONS = (
     "grow",
     "halve",
     "write the same",
-    "fraction",
     "halves of a step",
 )
-FRACTIONS = (0.3, 1.0, 0.6, 0.01)
 
 
 class Life:
@@ -115,8 +113,6 @@ class Life:
             optimizer.clip_grad = 0.05 if optimizer.clip_grad == 1.0 else 1.0
         elif action == "rate":
             optimizer.param_groups[0]["lr"] *= 0.5
-        elif action == "fraction" and "optimizer_cpu_offload" in self.options:
-            optimizer.optimizer_offload_fraction = FRACTIONS[at % len(FRACTIONS)]
         return self._step(at, action)
 
     def _freeze(self) -> None:

@@ -16,7 +16,6 @@ from megascale.kernels import is_plain, plain
 from megascale.main_params.group_scales import place_scales
 from megascale.main_params.host_twin import HostTwin, goes, host_twins
 from megascale.main_params.main_param import MainParam, check_apart, check_trainable, main_param_of
-from megascale.main_params.offload_meter import OffloadMeter
 from megascale.main_params.residence import Residence
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.slab import Slabs
@@ -225,16 +224,8 @@ class MainParams:
         """Make main params that are copies in host memory, if ``config`` says so. ``device``: of the model params."""
         if config.optimizer_cpu_offload:
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
-            is_auto = isinstance(config.optimizer_offload_fraction, str)
-            self.offload_fraction = 1.0 if is_auto else float(config.optimizer_offload_fraction)
+            self.offload_fraction = config.optimizer_offload_fraction
             self.pins_state = config.optimizer_offload_compute != "host"
-
-    def measure_offload(self) -> OffloadMeter:
-        """Measure the steps from now on, of updates in host memory."""
-        if self.arrivals is None:
-            raise UsageError("nothing is updated in host memory; build the optimizer with optimizer_cpu_offload=True")
-        self.arrivals.meter = OffloadMeter(self.arrivals.device)
-        return self.arrivals.meter
 
     def twins(self, parts: Mapping[str, Tensor], runs: Sequence[tuple[Iterable[str], int]]) -> Mapping[str, HostTwin]:
         """Return new twins of 16-bit model params, by name, where copies live in host memory; none elsewhere.
@@ -251,44 +242,8 @@ class MainParams:
         for (names, _), is_gone in zip(halves, goes([run[1] for run in halves], self.offload_fraction), strict=True):
             if is_gone:
                 there |= {name: parts[name] for name in names}
-        return dict(zip(there, self._new_twins(list(there.values())), strict=True))
-
-    def _new_twins(self, parts: Sequence[Tensor]) -> list[HostTwin]:
-        return host_twins(parts, pin=self.pins_params, pins_state=self.pins_state)
-
-    def moved_to(self, fraction: float) -> list[tuple[MainParam, MainParam]]:
-        """Return main params that another fraction wants elsewhere, each with a new one there, of the model's values.
-
-        Nothing has changed: see :mod:`megascale.step.relocation`. Raises UsageError for too little host memory.
-        """
-        runs = self.living_together()
-        are_gone = goes([numel for _, numel in runs], fraction)
-        moving: dict[bool, list[MainParam]] = {True: [], False: []}
-        for (params, _), is_gone in zip(runs, are_gone, strict=True):
-            moving[is_gone] += [param for param in params if (param.twin is not None) != is_gone]
-        found = []
-        for is_gone, params in moving.items():
-            twins = self._new_twins([param.part for param in params]) if is_gone else []
-            likes = [param.model if param.shard is None else param.shard for param in params]
-            slabs = Slabs([twin.weights for twin in twins] if is_gone else likes)
-            for at, param in enumerate(params):
-                as_remainder, twin = param.remainder is not None, twins[at] if is_gone else None
-                made = main_param_of(param.name, param.model, param.shard, slabs, as_remainder=as_remainder, twin=twin)
-                found.append((param, made))
-        return found
-
-    def living_together(self) -> list[tuple[list[MainParam], int]]:
-        """Return main params that are copies, those that leave or stay together, with their number of elements.
-
-        In the order of forward; the numbers are the same on all ranks. Here each is alone.
-        """
-        listed = {id(param): param for param in self}
-        every = [*listed.values(), *(param for param in self._by_id.values() if id(param) not in listed)]
-        return [([param], param.model.numel()) for param in every if param.is_copy]
-
-    def forget_units(self) -> None:
-        """Make units anew when they are next read, as main params have moved."""
-        self._units = None
+        made = host_twins(list(there.values()), pin=self.pins_params, pins_state=self.pins_state)
+        return dict(zip(there, made, strict=True))
 
     def wait_for_arrivals(self, *, for_host: bool = True) -> None:
         """Wait until weights have come from host memory, where they are updated there.

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megascale.grad_sync.message_thread import MessageThread
 from megascale.grad_sync.synced_bucket import SyncedBucket
 from megascale.main_params.gather_hooks import GatherHooks
-from megascale.main_params.offload_meter import OffloadMeter
 from megascale.main_params.write_tracker import WriteWatch
 from megascale.utils.collectives import Pending, all_gather_start, group_size, is_message_passing
 from megascale.utils.streams import Arrival, has_streams
@@ -127,13 +126,7 @@ class GatheredBucket:
 
 
 class ParamGather:
-    """All buckets of model params, by the index of their gradients' bucket.
-
-    Attributes:
-        meter: measures how long modules wait; None: nothing is measured.
-    """
-
-    meter: OffloadMeter | None = None
+    """All buckets of model params, by the index of their gradients' bucket."""
 
     def __init__(self, modules: Sequence[nn.Module], *, overlap: bool) -> None:
         self.buckets: dict[int, GatheredBucket] = {}
@@ -186,13 +179,6 @@ class ParamGather:
 
     def wait_for(self, params: Iterable[nn.Parameter]) -> None:
         """Wait until these parameters are whole."""
-        if self.meter is not None and self.meter.is_on:
-            with self.meter.waiting():
-                self._wait_for(params)
-        else:
-            self._wait_for(params)
-
-    def _wait_for(self, params: Iterable[nn.Parameter]) -> None:
         for param in params:
             bucket = self._bucket_of.get(id(param))
             if bucket is not None:

@@ -160,10 +160,6 @@ class MainParam:
         """Return whether others have written the model param since the main param agreed with it."""
         return self.tracker is not None and self.tracker.is_written(self.slot)
 
-    def take_place_of(self, other: "MainParam") -> None:
-        """Live where ``other`` does, of the same model param, with its values."""
-        self.main, self.remainder, self.twin = other.main, other.remainder, other.twin
-
     def check(self) -> None:
         """Raise UsageError, naming the parameter, if the form of its model param has changed."""
         model = self.model

@@ -23,7 +23,6 @@ from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import GatheredBucket, ParamGather
 from megascale.main_params.main_param import MainParam, main_param_of
-from megascale.main_params.offload_meter import OffloadMeter
 from megascale.main_params.replica_check import broadcast_parameters, digests, require_same_values
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.slab import Slabs
@@ -205,16 +204,6 @@ class ShardedMainParams(MainParams):
         return id(param) in self._by_id
 
     @override
-    def living_together(self) -> list[tuple[list[MainParam], int]]:
-        """See :class:`MainParams`. A bucket's parameters are gathered together."""
-        found = []
-        for bucket in self._gather.in_forward_order():
-            params = list(filter(None, map(self.get, bucket.synced.params.values())))
-            if params and all(param.is_copy for param in params):
-                found.append((params, bucket.memory.flat.numel()))
-        return found
-
-    @override
     def make_units(self) -> list[UpdateUnit]:
         """Return one unit per bucket and param group: a bucket's gather starts while the next is updated."""
         group_of = {id(param): index for index, group in enumerate(self.ordered) for param in group}
@@ -262,12 +251,6 @@ class ShardedMainParams(MainParams):
         if config.overlap_cpu_optimizer_d2h_h2d:
             self.arrivals = WeightArrivals(device, are_gathered=True)
             self._gather.overlap = self._gathers_behind = True
-
-    @override
-    def measure_offload(self) -> OffloadMeter:
-        """See :class:`MainParams`. Modules wait for gathers."""
-        self._gather.meter = super().measure_offload()
-        return self._gather.meter
 
     @override
     def wait(self, *, for_host: bool = True) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet, finalize, ref
@@ -15,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from megascale.grad_sync.message_thread import MessageThread
 from megascale.main_params.gather_hooks import GatherHooks, params_read_by
 from megascale.main_params.main_param import MainParam
-from megascale.main_params.offload_meter import OffloadMeter
 from megascale.main_params.write_tracker import WriteWatch
 from megascale.utils.streams import Arrival, current_stream, has_streams, keep
 
@@ -51,12 +49,7 @@ class WeightArrivals:
     Args:
         device: of the model params.
         are_gathered: shards travel, which are gathered then: modules wait for their gather, and need no other hooks.
-
-    Attributes:
-        meter: measures how long updates and waits take; None: nothing is measured.
     """
-
-    meter: OffloadMeter | None = None
 
     def __init__(self, device: torch.device, *, are_gathered: bool = False) -> None:
         self.device = device
@@ -72,17 +65,6 @@ class WeightArrivals:
         self._owed: list[torch.Event] = []
         # When this object is freed the model is whole; where the thread itself frees it, once its tasks are done.
         finalize(self, _wait_for_all, self._sent, []).atexit = False
-
-    def when_sent(self, note: Callable[[], None]) -> None:
-        """Call ``note`` in the thread once all weights that were sent so far have arrived. Nobody else waits."""
-        stream = self._stream
-
-        def task() -> None:
-            if stream is not None:
-                stream.synchronize()
-            note()
-
-        self._thread.submit(task)
 
     def find_modules(self, params: Iterable[MainParam]) -> None:
         """Hook the modules that read ``params``, each when it is called for the first time."""
@@ -151,13 +133,10 @@ class WeightArrivals:
 
     def wait_for(self, params: Iterable[nn.Parameter]) -> None:
         """Let the current stream wait for the weights of ``params``."""
-        if not self._sent:
-            return
-        with nullcontext() if self.meter is None else self.meter.waiting():
-            for param in params:
-                sent = self._sent.get(id(param))
-                if sent is not None:
-                    sent.wait_for_arrival(self._written_too_early)
+        for param in params if self._sent else ():
+            sent = self._sent.get(id(param))
+            if sent is not None:
+                sent.wait_for_arrival(self._written_too_early)
 
     def found(self, module: nn.Module) -> None:
         """Take note of a module that is about to run forward."""

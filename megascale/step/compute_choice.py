@@ -122,10 +122,6 @@ class ComputeChoice(InnerUpdate):
         self.way.create_states(options, params)
 
     @override
-    def settle(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        self.way.settle(options, params)
-
-    @override
     def required_state(self, options: dict[str, Any]) -> list[str]:
         return self.way.required_state(options)
 

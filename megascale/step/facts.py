@@ -165,7 +165,6 @@ def _of_update(member: StepMember, holder: str) -> list[tuple[str, Any]]:
             f"the divisor given to {holder}grad_sync.set_divisor()",
             comparable(sync.divisor if isinstance(sync, GradSync) else None),
         ),
-        (f"{holder}optimizer_offload_fraction", comparable(member.main_params.offload_fraction)),
         (f"how {holder or 'the '}optimizer updates", arithmetic),
     ]
 

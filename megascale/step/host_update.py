@@ -20,7 +20,6 @@ from megascale.kernels import Backend, Decision
 from megascale.main_params.grad_copies import GradCopies
 from megascale.main_params.host_twin import HostTwin, copies_in, make_grad_memory
 from megascale.main_params.main_param import MainParam
-from megascale.main_params.offload_meter import StepRecord
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import Rule
 from megascale.step.kernel_update import KernelUpdate
@@ -98,12 +97,6 @@ class HostUpdate(InnerUpdate):
 
     @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        self.settle(options, params)
-        self._findings.flags.clear()
-
-    @override
-    def settle(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        """See :class:`InnerUpdate`. What the last update has found is told by the next step nevertheless."""
         for has_twin in (True, False):
             chosen = [param for param in params if (param.twin is not None) == has_twin]
             if chosen:
@@ -112,6 +105,7 @@ class HostUpdate(InnerUpdate):
             self._arrivals.find_modules(param for param in params if param.twin is not None)
         if self._copies is not None:
             self._copies.follow(params)
+        self._findings.flags.clear()
 
     @override
     def required_state(self, options: dict[str, Any]) -> list[str]:
@@ -201,17 +195,14 @@ class HostUpdate(InnerUpdate):
         copied = self._send_numbers(there, decision)
         # All updates are started before the first one is awaited: the thread works while the next gradients travel.
         awaited = []
-        record = None if self._arrivals.meter is None else self._arrivals.meter.begin_step()
         for pending in there:
             self._send(pending, copied)
-            self._arrivals.start(pending.params, self._task(pending, self._event(), record))
+            self._arrivals.start(pending.params, self._task(pending, self._event()))
             waits = not self._overlaps or self._arrivals.unawaited(pending.params)
             if self._overlaps:  # starts the gather of a sharded unit, behind the arrival of its weights
                 mark_written(pending.unit)
             if waits:
                 awaited.append(pending)
-        if record is not None:
-            self._arrivals.when_sent(record.end)
         for pending in awaited:
             self._arrivals.wait_for(param.model for param in pending.params)
             if not self._overlaps:
@@ -251,13 +242,8 @@ class HostUpdate(InnerUpdate):
         """Return an event behind all work that is queued on the current stream; None on a CPU."""
         return current_stream(self._device).record_event() if has_streams(self._device) else None
 
-    def _task(
-        self, pending: PendingUpdate, arrived: torch.Event | None, record: StepRecord | None
-    ) -> Callable[[], bool]:
-        """Return the update of one unit, which the thread runs. It returns whether weights have changed.
-
-        ``record``: what is measured of the step.
-        """
+    def _task(self, pending: PendingUpdate, arrived: torch.Event | None) -> Callable[[], bool]:
+        """Return the update of one unit, which the thread runs. It returns whether weights have changed."""
         found_inf, coefficient, are_written = self._numbers
         on_host = Decision(found_inf, coefficient, coefficient, coefficient)
         copied, host, findings = _copied(pending), self._host, self._findings  # not self: see _Findings
@@ -268,8 +254,6 @@ class HostUpdate(InnerUpdate):
             try:
                 if arrived is not None:
                     arrived.synchronize()
-                if record is not None:
-                    record.begin(landed=found_inf.item() == 0)
                 if are_written.item() != 0:
                     raise _uncounted_write()
                 with torch.no_grad():

@@ -24,14 +24,11 @@ from megascale.step.held_grads import HeldGrads
 from megascale.step.joined_states import states_of
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.local_grads import Collected, ReadyGrads, checked_grads
-from megascale.step.offload_tuner import OffloadTuner, Proposal, hidden_fraction, needed_fraction
-from megascale.step.relocation import among, relocate
 from megascale.step.torch_states import is_per_element
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import PendingUpdate
 from megascale.step.update_selection import in_host_memory, select_update
 from megascale.utils.autograd import without_grad
-from megascale.utils.device_memory import room_on
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
 from megascale.utils.portable import NO_OPTIONS, portable
@@ -58,7 +55,6 @@ class StepMember:
         held: its gradients, once :meth:`hold_grads` was called.
         is_lent: whether the wrapped optimizer holds its main params just now, outside of a step.
         grads: what collects its gradients.
-        tuner: finds the fraction of main params in host memory, where that is "auto"; else None.
         unverified_params: by name, parameters that GradSync reduces and whose first values no rank has compared yet.
 
     Args:
@@ -90,14 +86,10 @@ class StepMember:
         self.main_params = main_params
         self.grad_sync = grad_sync
         self.update = select_update(optimizer, backend, config, groups.data_parallel)
-        self.tuner: OffloadTuner | None = None
         if main_params.arrivals is not None:
             self.update = in_host_memory(
                 optimizer, config, self.update, device, main_params.arrivals, groups.grad_stats
             )
-            if config.optimizer_offload_fraction == "auto":
-                self.tuner = OffloadTuner(main_params.measure_offload(), groups.grad_stats)
-        self._deciding = groups.grad_stats
         self.counter = StepCounter(device)
         self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None
@@ -219,80 +211,10 @@ class StepMember:
             self.grad_sync.come_back()
         self.main_params.residence.come_back()
 
-    def set_offload_fraction(self, fraction: float | str) -> None:
-        """Move main params and state; see :attr:`megascale.MixedPrecisionOptimizer.optimizer_offload_fraction`.
-
-        Communicates nothing, but waits for gathers, which all ranks take part in.
-        """
-        if isinstance(fraction, str):
-            self._move_to(1.0)
-            self.tuner = OffloadTuner(self.main_params.measure_offload(), self._deciding)
-            return
-        self._move_to(fraction)
-        if self.tuner is not None:
-            self.tuner.close()
-
-    def tune_offload(self) -> Exception | None:
-        """Set what "auto" finds, a fraction or who computes, if the next step is the one before which all ranks do so.
-
-        Returns this rank's error. All ranks call it together.
-        """
+    def choose_compute(self) -> None:
+        """Let ranks choose who computes, before the step that is due for it. All ranks call it together."""
         if isinstance(self.update, ComputeChoice) and self.ready is None:
             self.update = self.update.advance(self.counter.steps) or self.update
-        tuner = self.tuner
-        if tuner is None or not tuner.is_due(self.counter.steps):
-            return None
-        proposal, found = None, None
-        try:
-            proposal = self._proposal(tuner)
-        except Exception as error:  # whatever it is: other ranks wait
-            found = UsageError(f'optimizer_offload_fraction="auto" could not be measured: {error}; give a number')
-        fraction = tuner.agree(proposal)
-        if found is not None:
-            return found
-        if fraction is None or fraction >= self.main_params.offload_fraction:
-            return None
-        try:
-            self._move_to(fraction)
-        except Exception as error:  # whatever it is: other ranks wait
-            return UsageError(
-                f'optimizer_offload_fraction="auto" found {fraction}, and main params could not move: {error}; give a '
-                "number"
-            )
-        return None
-
-    def _proposal(self, tuner: OffloadTuner) -> Proposal | None:
-        """Return what this rank can do; None where it has measured too little, or cannot move anything now."""
-        if self.ready is not None or self.main_params.residence.is_away:
-            return None
-        try:
-            self.sync_from_model()
-        except Exception:  # the step will find it, too, and tell other ranks
-            return None
-        hidden = hidden_fraction(self.main_params.offload_fraction, tuner.meter.seconds())
-        params = [param for param in self.main_params if param.twin is not None]
-        state = chain.from_iterable(tensors_in(self.optimizer.state.get(param.model, {})) for param in params)
-        held = chain((param.memory for param in params), state)
-        nbytes = sum(part.numel() * part.element_size() for part in map(to_local, held))
-        return None if hidden is None else Proposal(hidden, needed_fraction(room_on(self.device), nbytes))
-
-    def _move_to(self, fraction: float) -> None:
-        if self.main_params.arrivals is None:
-            raise UsageError(
-                "a change of optimizer_offload_fraction needs an optimizer that was built with "
-                "optimizer_cpu_offload=True"
-            )
-        if self.ready is not None:
-            raise UsageError(
-                "a change of optimizer_offload_fraction came between prepare_grads() and the update that it decided: "
-                "take the step with step_with_ready_grads() first, or call zero_grad()"
-            )
-        self.main_params.residence.require_here("a change of optimizer_offload_fraction")
-        self.sync_from_model()
-        moved = relocate(self.main_params, self.optimizer.state, fraction)
-        self.update.release_scratch()
-        for unit in self.main_params.units():
-            self.update.settle(self.optimizer.param_groups[unit.group], among(unit.params, moved))
 
     def collect(self) -> Collected:
         """Finish reductions; return the local gradients, and all that their update needs.

@@ -166,8 +166,7 @@ class StepRecipe:
         self._check_surroundings()
         error = self._in_a_chain() or error
         for member in self.members:
-            tuned = member.tune_offload()  # also with an error: other ranks wait for this one there
-            error = error or tuned
+            member.choose_compute()  # also with an error: other ranks wait for this one there
         scaler, scaled = self._grad_scaler, self._is_loss_scaled()
         if self.members[0].held is not None:
             error = error or self._measured_twice(scaled)

@@ -98,10 +98,6 @@ class InnerUpdate(Protocol):
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
         """Make the state of parameters of one group that have none."""
 
-    def settle(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        """Arrange the state of parameters of one group that has moved with them to other memory."""
-        self.create_states(options, params)
-
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Return the keys without which a saved state of a parameter is not whole."""
 

@@ -38,6 +38,7 @@ OTHERWISE: dict[str, tuple[dict[str, Any], Any]] = {
     "exp_avg_dtype": ({}, torch.bfloat16),
     "exp_avg_sq_dtype": ({}, torch.bfloat16),
     "store_param_remainders": (FP16, True),
+    "optimizer_offload_fraction": ({"optimizer_cpu_offload": True}, 0.5),
     "overlap_param_gather": ({"use_distributed_optimizer": True}, True),
     "optimizer": ({}, "sgd"),
     "lr": ({}, 0.5),
@@ -64,7 +65,6 @@ OTHERWISE: dict[str, tuple[dict[str, Any], Any]] = {
 FREE = {
     "bf16": "says which parameters there may be, and these are compared",
     "optimizer_cpu_offload": "where a rank keeps its main params; the bits are the same",
-    "optimizer_offload_fraction": "the same",
     "optimizer_offload_compute": "what a rank computes its update with; the bits are the same",
     "overlap_cpu_optimizer_d2h_h2d": "when a rank's own weights arrive; the bits are the same",
     "pin_cpu_grads": "the kind of a rank's own memory",

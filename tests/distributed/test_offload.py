@@ -13,9 +13,7 @@ from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOpt
 from megascale.errors import MegascaleError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.main_params import host_twin, update_unit
-from megascale.main_params.offload_meter import OffloadSeconds
 from megascale.step.host_update import HostUpdate
-from megascale.step.offload_tuner import EVERY
 from megascale.utils import host_memory
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
@@ -26,11 +24,6 @@ from tests.pool import RankPool
 from tests.training import INNER, Tiny, bits_equal, model
 
 FP16 = torch.float16
-AUTO: dict[str, Any] = {
-    "optimizer_cpu_offload": True,
-    "overlap_cpu_optimizer_d2h_h2d": True,
-    "optimizer_offload_fraction": "auto",
-}
 
 
 def _step(optimizer: MixedPrecisionOptimizer, module: nn.Module, data: Tensor) -> None:
@@ -131,8 +124,6 @@ def _in_host_memory(held: str, way: str, fraction: float, stored: dict[str, Any]
         data = batch(step, dist.get_rank(), FP16)
         _step(ours, module, data)
         _step(theirs, twin, data)
-        if step == 2:  # all move that had stayed, or some come back
-            ours.optimizer_offload_fraction = 1.5 - fraction
         if step != 1:  # then forward comes next, and has to wait by itself
             seen.append(same(flat(ours.state_dict()), flat(theirs.state_dict())))
     return [*seen, same(weights(module), weights(twin))]
@@ -234,8 +225,6 @@ def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options:
             loss = one(data).float().square().mean() * (float("inf") if step == 1 else 1.0)
             optimizer.scale_loss(loss).backward()
             optimizer.step()
-        if step == 2:
-            ours.optimizer_offload_fraction = 1.5 - fraction
         if step % 2 == 0:  # nobody waits for the weights but the next forward
             continue
         seen.append(all(map(bits_equal, _locals(ours.state_dict()), _locals(theirs.state_dict()))))
@@ -304,61 +293,6 @@ def test_no_rank_reads_the_state_of_an_update_that_failed_on_one(ranks: RankPool
     """Main params may be updated in part there: every rank is told, once."""
     for [message] in ranks.run(2, _failed_on, odd):
         assert "the update of the step before failed in host memory, ValueError: broken" in message
-
-
-def _fractions_that_differ() -> str:
-    module = net()
-    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True)
-    scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, 3, 1)
-    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()), config, scaler)
-    before = weights(module)
-    optimizer.optimizer_offload_fraction = 0.5 if dist.get_rank() else 1.0
-    optimizer.scale_loss(module(batch(0, 0, FP16)).float().square().mean()).backward()
-    try:
-        optimizer.step()
-    except UsageError as error:
-        return str(error) if same(before, weights(module)) else "has changed"
-    return "no error"
-
-
-def test_another_fraction_on_one_rank(ranks: RankPool) -> None:
-    """All ranks refuse the step, and name it."""
-    first, second = ranks.run(2, _fractions_that_differ)
-    assert first == second
-    assert "optimizer_offload_fraction is 1.0 on rank 0" in first
-
-
-def _auto(held: str) -> tuple[list[float], list[bool]]:
-    def build(options: dict[str, Any]) -> tuple[nn.Module, MixedPrecisionOptimizer]:
-        module = net()
-        inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
-        config, scaler = OptimizerConfig(fp16=True, **options), DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1)
-        if held == "synced":
-            sync = GradSync(module.named_parameters())
-            return module, MixedPrecisionOptimizer(inner, config, scaler, grad_sync=sync)
-        return module, DistributedOptimizer(inner, config, scaler, modules=module, shard=held, bucket_numel=30)
-
-    (module, ours), (twin, theirs) = build(AUTO), build({})
-    tuner = ours._member.tuner
-    assert tuner is not None
-    measured = [OffloadSeconds(1.0, 0.5 if dist.get_rank() else 0.25)] * 6
-    late = dist.get_rank() == 1  # it has measured too little when ranks first look
-    tuner.meter.seconds = lambda: [] if late and ours._member.counter.steps <= EVERY else measured  # type: ignore[method-assign]
-    fractions = []
-    for step in range(2 * EVERY + 1):
-        data = batch(step, dist.get_rank(), FP16)
-        _step(ours, module, data)
-        _step(theirs, twin, data)
-        fractions.append(ours.optimizer_offload_fraction)
-    return fractions, [same(flat(ours.state_dict()), flat(theirs.state_dict())), same(weights(module), weights(twin))]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
-def test_auto(ranks: RankPool, held: str) -> None:
-    """Ranks that measure differently, and one of them late, take the same fraction in the same step; no bit differs."""
-    expected = [1.0] * (2 * EVERY) + [0.5], [True, True]
-    assert ranks.run(2, _auto, held) == [expected] * 2
 
 
 def _one_rank_is_away() -> list[str]:

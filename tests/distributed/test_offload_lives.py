@@ -48,6 +48,6 @@ def test_every_action_is_one(ranks: RankPool, held: str, tmp_path: Path) -> None
     cases(HOLDERS, range(12), quick=lambda *case: case == ("parameters", 0)),
 )
 def test_random_lives(ranks: RankPool, held: str, seed: int, tmp_path: Path) -> None:
-    """Each way of holding parameters, with a seed's actions: moves of state, loads and checkpoints among them."""
+    """Each way of holding parameters, with a seed's actions: loads and checkpoints among them."""
     stored: dict[str, Any] = ({}, HELD if held == "fsdp2" else COMPACT)[seed % 2]  # groups of 32 do not fit its parts
     assert ranks.run(2, _life, held, stored, seed, tmp_path) == [""] * 2

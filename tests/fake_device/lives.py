@@ -236,14 +236,6 @@ def _freeze(trained: Trained) -> list[Tensor]:
     return []
 
 
-def _move(trained: Trained) -> list[Tensor]:
-    """Some main params, with their state, come back to the device, or go again."""
-    optimizer = trained[1]
-    if optimizer._member.config.optimizer_cpu_offload:
-        optimizer.optimizer_offload_fraction = 1.5 - optimizer.optimizer_offload_fraction
-    return []
-
-
 def _grow(trained: Trained) -> list[Tensor]:
     """A parameter is added after backward."""
     optimizer = trained[1]
@@ -289,7 +281,6 @@ ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
     "load": _load,
     "halve": _halve,
     "freeze": _freeze,
-    "move": _move,
     "grow": _grow,
     "rate": _rate,
     "streams": _on_two_streams,
@@ -334,7 +325,7 @@ def steps_and(action: str) -> tuple[str, ...]:
 
 HELD = ("replicated", "synced", "elements", "parameters", "fsdp2")
 WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT}
-READS = ("read", "state", "trip", "load", "halve", "move")
+READS = ("read", "state", "trip", "load", "halve")
 LIVES: dict[str, list[Life]] = {
     **{f"{held}, {name}": [Life(held, way)] for held in HELD for name, way in WAYS.items()},
     **{f"replicated, visits, {action}": [Life("replicated", VISIT, steps_and(action))] for action in READS},

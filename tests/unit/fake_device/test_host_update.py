@@ -10,11 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import UsageError
-from megascale.main_params import offload_meter, update_unit
+from megascale.main_params import update_unit
 from megascale.step import compute_choice
 from megascale.step.compute_choice import STEPS, ComputeChoice
-from megascale.step.offload_tuner import EVERY
 from megascale.step.streamed_update import SLOTS
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
@@ -66,57 +64,14 @@ def test_where_state_lives_and_what_travels(on_device: OnDevice, overlap: bool) 
         assert sorted(moved) == sorted([f"{size} from async pinned"] * COUNT + [f"{size} to async pinned"] * COUNT)
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5, "auto"])
-def test_the_caller_waits_for_nothing(on_device: OnDevice, fraction: float | str) -> None:
-    """With overlap neither backward nor step() nor forward lets the calling thread wait for the device; ours does.
-    "auto" is measured in these steps.
-    """
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_the_caller_waits_for_nothing(on_device: OnDevice, fraction: float) -> None:
+    """With overlap neither backward nor step() nor forward lets the calling thread wait for the device; ours does."""
     steps, forwards, _, caller = on_device(_train, True, {"optimizer_offload_fraction": fraction})
     for seen in (*steps, *forwards):
         assert [str(call) for call in seen if call.makes_host_wait() and call.thread == caller] == []
     for seen in steps:
         assert any(call.kind == "wait" and call.thread != caller for call in seen)
-
-
-def _found(_: FakeDevice, times: bool) -> tuple[int, set[str], float]:
-    """Return how many steps were measured, what streams pass before and after waits, and the fraction that was found.
-
-    ``times``: the device's events tell time, which this device cannot.
-    """
-    if times:
-        offload_meter.between = lambda *_: 1e9
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
-    config = OptimizerConfig(
-        fp16=True,
-        optimizer_cpu_offload=True,
-        overlap_cpu_optimizer_d2h_h2d=True,
-        optimizer_offload_fraction="auto",
-    )
-    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config, scaler())
-    tuner, batch = optimizer._member.tuner, torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
-    assert tuner is not None
-    for step in range(EVERY + 1):
-        loss = model(batch).float().square().mean()
-        optimizer.zero_grad()
-        optimizer.scale_loss(loss).backward()
-        records = list(tuner.meter._records)
-        assert len(records) == step
-        optimizer.step()
-    assert not tuner.is_open
-    kinds = {type(mark).__name__ for record in records for wait in record.waits for mark in wait}
-    return len(records), kinds, optimizer.optimizer_offload_fraction
-
-
-def test_waits_of_streams_are_measured(on_device: OnDevice) -> None:
-    """By events that the device's streams pass before and after a wait; "auto" finds a fraction from them."""
-    assert on_device(_found, True) == (EVERY, {"Event"}, 1 / 64)
-
-
-def test_a_device_that_tells_no_time(on_device: OnDevice) -> None:
-    """The step says so."""
-    with pytest.raises(UsageError, match=r"could not be measured: .*elapsedTime.*; give a number"):
-        on_device(_found, False)
 
 
 def _bytes_held(device: FakeDevice, overlap: bool, sharded: bool) -> float:
@@ -231,13 +186,10 @@ def life_of(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor
     else:
         optimizer = MixedPrecisionOptimizer(own, config, scaler())
     batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).half().cuda()
-    moves = {0: 0.5, 2: 1.0} if options.get("optimizer_cpu_offload") else {}  # some come to the device, and go again
     for step in range(4):
         optimizer.zero_grad()
         optimizer.scale_loss(model(batch).float().square().mean()).backward()
         optimizer.step()
-        if step in moves:
-            optimizer.optimizer_offload_fraction = moves[step]
         if step == 1:
             optimizer.load_state_dict(optimizer.state_dict())
     optimizer.finish_param_gather()
@@ -282,9 +234,7 @@ CASES: list[tuple[str, str, dict[str, Any], bool]] = [
 def test_loaded_state_goes_where_state_lives(
     on_device: OnDevice, inner: str, held: str, stored: dict[str, Any], overlap: bool
 ) -> None:
-    """Main params and state are in host memory, DTensors' too, after a load and a trip of some of them to the device as
-    well; bits are those without offload.
-    """
+    """Main params and state are in host memory, DTensors' too, after a load as well; bits are those without offload."""
     way = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": overlap}
     assert on_device(_lives, inner, held, stored, way) == (True, {"cpu"})
 

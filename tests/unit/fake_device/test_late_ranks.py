@@ -145,14 +145,6 @@ def _trip(trained: Trained) -> list[Tensor]:
     return []
 
 
-def _move(trained: Trained) -> list[Tensor]:
-    """Some main params, with their state, come back to the device, or go again."""
-    optimizer = trained.optimizer
-    if optimizer._member.config.optimizer_cpu_offload:
-        optimizer.optimizer_offload_fraction = 1.5 - optimizer.optimizer_offload_fraction
-    return []
-
-
 ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
     "step": _step,
     "overflow": _overflow,
@@ -163,7 +155,6 @@ ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
     "load": _load,
     "halve": _halve,
     "offload": _trip,
-    "move": _move,
 }
 HELD = ("synced", "elements", "elements ahead", "parameters", "parameters ahead", "fsdp2")
 WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT}

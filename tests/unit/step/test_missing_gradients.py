@@ -214,7 +214,7 @@ def _changed(cell: Cell) -> list[dict[str, Tensor]]:
             elif step == 16:
                 optimizer.optimizer.state[weights[3]].clear()
             if makes_anew:
-                optimizer._member.main_params.forget_units()
+                optimizer._member.main_params._units = None
             out = _left_out(step % 5, 6) | ({2} if 8 <= step < 11 else set())
             optimizer.zero_grad()
             cell.backward(

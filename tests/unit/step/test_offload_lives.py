@@ -35,8 +35,8 @@ def _differs(held: str, actions: list[str], stored: dict[str, Any]) -> str:
 @given(LIVES, st.sampled_from([{}, COMPACT]))
 @settings(max_examples=5, deadline=None)
 def test_random_lives(held: str, actions: list[str], stored: dict[str, Any]) -> None:
-    """Overflows, clips, accumulation, reads, loads, checkpoints, frozen and new parameters, several groups, options and
-    fractions that change.
+    """Overflows, clips, accumulation, reads, loads, checkpoints, frozen and new parameters, several groups, options
+    that change.
     """
     assert _differs(held, actions, stored) == ""
 
