@@ -43,8 +43,12 @@ class MegatronGradScaler(ABC):
     backend: TorchDecisions | Backend = TorchDecisions()
     """Computes the update; an optimizer replaces it by its own backend."""
 
-    serves_steps_apart = False
-    """Whether optimizers that step apart may share it: :meth:`update` then leaves the scale as it is."""
+    may_be_shared = False
+    """Whether several optimizers that step one after the other may be given this scaler.
+
+    False where :meth:`update` changes the scale at once: after the first optimizer's step it would no longer be the
+    scale that multiplied the second one's loss.
+    """
 
     def __init__(self, initial_scale: float, *, device: torch.device | str | None = None) -> None:
         self.initial_scale = validate.scale("initial_scale", initial_scale)

@@ -19,8 +19,8 @@ from megascale.kernels import select_backend
 from megascale.main_params.base import MainParams
 from megascale.main_params.replica_check import require_same
 from megascale.parallel import ParallelGroups
+from megascale.state.extra_state import ExtraState
 from megascale.state.live_state import LiveState
-from megascale.state.own_state_dict import OwnStateDict
 from megascale.state.state_view import Source, StateView
 from megascale.step import ownership
 from megascale.step.arguments import check_arguments, check_belongs, check_policy, config_for, device_of, require_values
@@ -89,7 +89,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         if clip_grad is not None:
             validate.non_negative("clip_grad", clip_grad)
         check_inner(optimizer)
-        OwnStateDict(optimizer, [], is_sharded=main_params.is_sharded).require_savable()
+        ExtraState(optimizer, [], is_sharded=main_params.is_sharded).require_savable()
         ownership.check_unwrapped(optimizer)
         self.optimizer = optimizer
         self.config = config_for(optimizer, config, clip_grad)
@@ -250,8 +250,8 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     def _live(self) -> LiveState:
         member = self._member
         held, mains = states_of(self.optimizer), member.main_params
-        own = OwnStateDict(self.optimizer, mains, is_sharded=mains.is_sharded)
-        return LiveState(self.param_groups, held, mains, self.grad_scaler, member.counter, member.update, own)
+        extra = ExtraState(self.optimizer, mains, is_sharded=mains.is_sharded)
+        return LiveState(self.param_groups, held, mains, self.grad_scaler, member.counter, member.update, extra)
 
     def state_source(self) -> Source:
         """Return what :attr:`state` shows."""

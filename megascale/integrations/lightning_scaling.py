@@ -29,12 +29,7 @@ class PerBatchScaler(MegatronGradScaler):
         scaler: holds the scale; its state dict is used.
     """
 
-    def __init__(self, scaler: MegatronGradScaler) -> None:
-        self.scaler = scaler
-        self.initial_scale = scaler.initial_scale
-        self._found_inf: Tensor | None = None
-
-    serves_steps_apart = True
+    may_be_shared = True
 
     scale = _of_scaler("scale")
     live_scale = _of_scaler("live_scale")
@@ -46,6 +41,11 @@ class PerBatchScaler(MegatronGradScaler):
     settings = _of_scaler("settings")
     state_dict = _of_scaler("state_dict")
     parse_state_dict = _of_scaler("parse_state_dict")
+
+    def __init__(self, scaler: MegatronGradScaler) -> None:
+        self.scaler = scaler
+        self.initial_scale = scaler.initial_scale
+        self._found_inf: Tensor | None = None
 
     @override
     def to(self, device: torch.device | str) -> "PerBatchScaler":

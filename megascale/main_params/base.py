@@ -292,10 +292,10 @@ class MainParams:
         names = self.take_written_too_early()
         if names:
             raise UsageError(
-                f"parameter {listed(names)} was written after step() while its weights were still on their way, which "
-                "replaced what was written, in whole or in part: call optimizer.finish_param_gather() after step() and "
-                "before code that writes parameters (a mask, a clamp), or leave the overlap off; this step changes "
-                "nothing, and the model is to be loaded anew, as from a checkpoint"
+                f"parameter {listed(names)} was written after step() while its weights were still on their way; when "
+                "they arrived they replaced some or all of what was written. Call optimizer.finish_param_gather() "
+                "between step() and code that writes parameters (a mask, a clamp), or leave the overlap off. This step "
+                "has changed nothing, but the written values are lost: load the model again, as from a checkpoint"
             )
 
     def take_written_too_early(self) -> list[str]:

@@ -12,7 +12,7 @@ from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.base import MainParams
 from megascale.state import schema as portable_state
-from megascale.state.own_state_dict import OwnStateDict
+from megascale.state.extra_state import ExtraState
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
 from megascale.step.counter import StepCounter, parse_counts
 from megascale.step.torch_states import is_per_element
@@ -32,7 +32,7 @@ class Plan:
         main_params: a model param, its name, and its main param's values.
         states: of each model param.
         shared: state that belongs to no parameter.
-        own: what the wrapped optimizer's own ``load_state_dict()`` takes.
+        extra_state: what the wrapped optimizer's ``load_state_dict()`` takes.
         loaded: objects of which an optimizer has one, such as its scaler, and the state that each loads.
         from_weights: whether all main params are set from the model's weights, as the state dict has none.
         remarks: what the state dict of a run in another precision lacks, or has in excess, and what comes of it.
@@ -42,7 +42,7 @@ class Plan:
     main_params: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
     states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
     shared: dict[Any, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
+    extra_state: dict[str, Any] = field(default_factory=dict)
     loaded: list[tuple[Any, Mapping[str, Any]]] = field(default_factory=list)
     from_weights: bool = False
     remarks: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class LiveState(HeldState):
     """All that, and what updates it: it can be packed, and loaded."""
 
     update: InnerUpdate
-    own: OwnStateDict
+    extra_state: ExtraState
 
     def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
         """Return the state dict; see :mod:`megascale.state.schema`.
@@ -122,9 +122,9 @@ class LiveState(HeldState):
 
     def _shared(self, *, copy: bool) -> dict[Any, Any]:
         """Return the wrapped optimizer's state that belongs to no parameter, as it keeps it and as it saves it."""
-        own = self.own.read(copy=copy)
+        extra = self.extra_state.read(copy=copy)
         of_no_param = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
-        return of_no_param | ({portable_state.OWN_STATE_DICT: own} if own else {})
+        return of_no_param | ({portable_state.EXTRA_STATE: extra} if extra else {})
 
     def _portable_states(self) -> dict[int, Any]:
         """Return the state of each parameter, by id. Raises StateDictError for what a state dict cannot hold."""
@@ -239,8 +239,8 @@ class LiveState(HeldState):
         live = self._shared(copy=False)
         shared = portable_state.check_shared(state_dict["optimizer"], live, strict=strict)
         plan.shared = portable_state.placed_like(shared, live)
-        plan.own = plan.shared.pop(portable_state.OWN_STATE_DICT, {})
-        self.own.check(plan.own)
+        plan.extra_state = plan.shared.pop(portable_state.EXTRA_STATE, {})
+        self.extra_state.check(plan.extra_state)
         options = self._options()
         for name, param in self.named_params().items():
             if name in mains and self.main_params.keeps(param):
@@ -362,7 +362,7 @@ class LiveState(HeldState):
         self.main_params.sync_from_model(self.param_groups)
         for group, params in zip(self.param_groups, self.main_params.ordered, strict=True):
             self.update.create_states(group, params)
-        self.own.load(plan.own)
+        self.extra_state.load(plan.extra_state)
         for one, given in plan.loaded:
             one.load_state_dict(given)
 

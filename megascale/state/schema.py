@@ -38,7 +38,7 @@ IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 # Key, beside "state", of state that belongs to no parameter: a list with one dict per wrapped optimizer.
 SHARED_STATE = "shared_state"
 # Its key of what the wrapped optimizer's own state_dict() has beside state and groups.
-OWN_STATE_DICT = "state_dict()"
+EXTRA_STATE = "state_dict()"
 
 
 def pack_group(group: Mapping[str, Any], names: Sequence[str], index: int, *, copy: bool) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from megascale.errors import StateDictError, listed
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.shard import ParamShard
-from megascale.state.schema import OWN_STATE_DICT, SHARED_STATE, is_held_as_codes
+from megascale.state.schema import EXTRA_STATE, SHARED_STATE, is_held_as_codes
 from megascale.state.torch_frames import is_told_to_skip
 from megascale.step.counter import COUNT_KEYS
 from megascale.utils.dtypes import HALF_DTYPES
@@ -189,8 +189,8 @@ def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
     Raises StateDictError for state that torch's functions cannot carry, naming it.
     """
     if others := [key for one in own["optimizer"].get(SHARED_STATE, []) for key in one]:
-        is_own = others[0] == OWN_STATE_DICT
-        what = "what the optimizer's own state_dict() has" if is_own else f"optimizer.state[{others[0]!r}]"
+        is_extra = others[0] == EXTRA_STATE
+        what = "what the optimizer's own state_dict() has" if is_extra else f"optimizer.state[{others[0]!r}]"
         raise StateDictError(
             f"{what} belongs to no parameter, and torch.distributed.checkpoint carries only state that does; use "
             "state_dict() itself, or megascale.checkpoint"
@@ -260,9 +260,9 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
     groups = live["optimizer"]["param_groups"]
     names = _names_by_key(given["param_groups"], [group["params"] for group in groups])
     shared = _shared_state(given, names, live)
-    own = {key: value for key, value in given.items() if key not in TORCH_KEYS}
-    if own and any(OWN_STATE_DICT in one for one in live["optimizer"].get(SHARED_STATE, [])):
-        shared[OWN_STATE_DICT] = own
+    extra = {key: value for key, value in given.items() if key not in TORCH_KEYS}
+    if extra and any(EXTRA_STATE in one for one in live["optimizer"].get(SHARED_STATE, [])):
+        shared[EXTRA_STATE] = extra
     states, mains, without_main = dict(live["optimizer"]["state"]), dict(live["main_params"]), []
     copies: dict[str, list[dict[str, Any]]] = {what: [] for what in SHARED}
     for key, entries in given["state"].items():

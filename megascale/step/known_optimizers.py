@@ -33,15 +33,16 @@ def refuse_sums_over_parameters(optimizer: torch.optim.Optimizer) -> None:
         # pytorch_optimizer's Lamb has the option always, and uses it with pre_norm=True.
         if norms and getattr(holder, "pre_norm", True):
             raise ArgumentError(
-                f"optimizer {name} divides gradients by one norm over all parameters (max_grad_norm={norms[0]}), of "
-                "which a rank has its own alone with shard='parameters'; switch that off (max_grad_norm=0, or "
-                f"pre_norm=False) and pass clip_grad={norms[0]}, which clips by the norm of all ranks' gradients"
+                f"optimizer {name} divides gradients by one norm over all parameters (max_grad_norm={norms[0]}), but "
+                "with shard='parameters' each rank has only the parameters that it updates, and would divide by "
+                "another norm; switch that off (max_grad_norm=0, or pre_norm=False) and pass "
+                f"clip_grad={norms[0]}, which clips by the norm of all ranks' gradients"
             )
     for kind in _kinds(optimizer):
         if _OF_ALL_PARAMETERS.match(kind.__name__):
             raise ArgumentError(
-                f"optimizer {name} adds up a number over all parameters, of which a rank has its own alone with "
-                "shard='parameters'; use MixedPrecisionOptimizer, on whose ranks all parameters are"
+                f"optimizer {name} adds up a number over all parameters, but with shard='parameters' each rank has "
+                "only the parameters that it updates; use MixedPrecisionOptimizer, which has all of them on each rank"
             )
 
 

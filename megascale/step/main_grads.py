@@ -104,7 +104,7 @@ def lent_main_params(
     """Lend main params to the optimizers of ``members`` inside the context. All ranks enter and leave it together.
 
     Args:
-        recipe: of the members, if not of more.
+        recipe: orders the steps of ``members``, and of others where these are some of a ChainedOptimizer's.
         error: what this rank has found already; all ranks raise it.
         with_grads: lend unscaled gradients, too, and take back what was written if they overflowed.
 

@@ -125,13 +125,17 @@ class OverflowRecorder(LastOverflow, StepObserver):
 
     def on_step(self, agreed: Statistics | None, record: StepRecord) -> None:
         """Keep the record of the step that the host now knows of, if it was skipped."""
-        known, self._newest = self.known(record), record
-        if agreed is not None and known is not None and was_skipped(agreed):
-            self._keep(known)
+        reported, self._newest = self.record_of_statistics(record), record
+        if agreed is not None and reported is not None and was_skipped(agreed):
+            self._keep(reported)
 
-    def known(self, record: StepRecord) -> StepRecord | None:
-        """Return the record of the step whose statistics the host knows, at ``record``'s, before on_step()."""
-        return record if self._on_host else self._newest
+    def record_of_statistics(self, newest: StepRecord) -> StepRecord | None:
+        """Return the record of the step whose statistics the host has while ``newest`` is recorded.
+
+        On a CPU they are those of ``newest``; on an accelerator, whose host reads one step late, those of the step
+        before it: None in the first step. Call it before :meth:`on_step`.
+        """
+        return newest if self._on_host else self._newest
 
     @property
     def newest(self) -> StepRecord:

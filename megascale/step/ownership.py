@@ -46,7 +46,7 @@ def scaler_conflict(
     scaler: MegatronGradScaler | None, stepping: Collection[torch.optim.Optimizer]
 ) -> UsageError | None:
     """Return an error if an optimizer that is not in ``stepping`` would update ``scaler`` too."""
-    if scaler is None or scaler.serves_steps_apart:
+    if scaler is None or scaler.may_be_shared:
         return None
     users = _users[scaler]
     if len(users) == len(stepping):

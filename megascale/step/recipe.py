@@ -418,10 +418,10 @@ class StepRecipe:
     def _observe(self, agreed: Statistics | None, record: StepRecord) -> None:
         """Raise for misuse that the host now knows of, or tell the observers of a step."""
         if agreed is not None:
-            known = self.overflows.known(record)
+            reported = self.overflows.record_of_statistics(record)
             measured: Iterable[tuple[Sequence[MainParam], Tensor | None]] = ()
-            if known is not None and known.step is not None:  # of a graph a newer replay has written over them
-                measured = zip(known.params, known.sum_squares, strict=True)
+            if reported is not None and reported.step is not None:  # of a graph a newer replay has written over them
+                measured = zip(reported.params, reported.sum_squares, strict=True)
             self._require_sound(agreed, measured)
         for observer in self.observers:
             observer.on_step(agreed, record)

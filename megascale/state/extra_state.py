@@ -1,9 +1,9 @@
-"""OwnStateDict: what a wrapped optimizer's own ``state_dict()`` has beside ``state`` and ``param_groups``.
+"""ExtraState: what a wrapped optimizer's ``state_dict()`` has beside ``state`` and ``param_groups``.
 
 StableSPAM saves a step count and a schedule there, Ranger21 its learning rates, Lookahead the state of the optimizer
 that it wraps. State of parameters is saved by their names in any case: :mod:`megascale.step.joined_states`. The rest is
-numbers, strings and tensors that belong to no parameter. The optimizer's own ``state_dict()`` gives it, and its own
-``load_state_dict()`` takes it, while it holds main params; what that does to state and groups is put back.
+numbers, strings and tensors that belong to no parameter. The optimizer's ``state_dict()`` gives it, and its
+``load_state_dict()`` takes it, while its param groups hold main params; what that does to state and groups is put back.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,13 +25,15 @@ _TORCHS = ("state", "param_groups")
 _HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
-class OwnStateDict:
-    """Reads and loads the entries of one wrapped optimizer.
+class ExtraState:
+    """Reads and loads the extra entries of one wrapped optimizer's state dict.
 
     Args:
-        optimizer: the wrapped one.
-        params: the main params of this rank, which it holds meanwhile: it may keep what it saves by parameter.
-        is_sharded: whether other ranks have others.
+        optimizer: the wrapped torch optimizer, whose ``state_dict()`` and ``load_state_dict()`` are called.
+        params: the main params of its parameters. While those two run, its param groups list them in place of the
+            model params, as in its ``step()``: what it keys by parameter, it keys by these.
+        is_sharded: whether main params are divided among ranks. A tensor outside of ``state[param]`` is then refused:
+            each rank has another one, and nothing says how they belong together.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Iterable[MainParam], *, is_sharded: bool) -> None:
@@ -42,7 +44,7 @@ class OwnStateDict:
     def read(self, *, copy: bool) -> dict[str, Any]:
         """Return the entries, of tensors and primitives.
 
-        Raises StateDictError, naming it, for what is neither, and for tensors where ranks have their own.
+        Raises StateDictError, naming it, for an entry that is neither, and for a tensor where ``is_sharded``.
         """
         if not _overrides(self._optimizer, "state_dict", _HOOKS[0]):
             return {}
@@ -50,9 +52,9 @@ class OwnStateDict:
             return self._read(copy=copy)
 
     def require_savable(self) -> None:
-        """Raise ArgumentError, naming it, for an entry that could not be saved, or not be loaded.
+        """Raise ArgumentError, naming it, for an entry that cannot be saved, or could not be loaded again.
 
-        Before there are main params.
+        Called before there are main params: ``params`` is not read.
         """
         name = type(self._optimizer).__name__
         if not _overrides(self._optimizer, "state_dict", _HOOKS[0]):
@@ -99,8 +101,8 @@ class OwnStateDict:
                 for holder in holders_of(self._optimizer).values()
             ]
             try:
-                own = {name: _unpacked(value) for name, value in entries.items()}
-                self._optimizer.load_state_dict({**self._optimizer.state_dict(), **own})
+                extra = {name: _unpacked(value) for name, value in entries.items()}
+                self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})
             finally:
                 for holder, attributes, state, groups in kept:
                     vars(holder).update(attributes)
@@ -118,40 +120,42 @@ class OwnStateDict:
     def _read(self, *, copy: bool) -> dict[str, Any]:
         where = f"{type(self._optimizer).__name__}.state_dict()"
         given = {name: value for name, value in self._optimizer.state_dict().items() if name not in _TORCHS}
-        held = _Held(self._optimizer) if given else None
         entries = {
             name: _portable(value, f"{where}[{name!r}]", copy=copy)
-            for name, value in given.items()
-            if held is not None and not held.covers(value)
+            for name, value in _not_saved_by_name(self._optimizer, given).items()
         }
         tensors = [name for name, value in entries.items() if any(True for _ in tensors_in(value))]
         if tensors and self._is_sharded:
             raise StateDictError(
-                f"{where} has {tensors}, tensors that are not in state[param], of which each rank of a "
-                "DistributedOptimizer has its own; use MixedPrecisionOptimizer"
+                f"{where} has {tensors}, tensors that are not in state[param]: each rank of a DistributedOptimizer "
+                "would save another one; use MixedPrecisionOptimizer"
             )
         return entries
 
 
-class _Held:
-    """What is saved already: the state of parameters, and the options of groups."""
+def _not_saved_by_name(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``given`` that are not saved under the names of parameters already.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        holders = holders_of(optimizer)
-        self._states = {
-            _signature(entries)
-            for holder in holders.values()
-            for key, entries in holder.state.items()
-            if isinstance(key, Tensor) and isinstance(entries, Mapping)
-        }
-        self._state_dicts = [_signature(holder.state_dict()) for path, holder in holders.items() if path]
+    Left out are dicts of the states of parameters, and the state dict of another optimizer of the same parameters.
+    """
+    if not given:
+        return given
+    holders = holders_of(optimizer)
+    states = {
+        _signature(entries)
+        for holder in holders.values()
+        for key, entries in holder.state.items()
+        if isinstance(key, Tensor) and isinstance(entries, Mapping)
+    }
+    state_dicts = [_signature(holder.state_dict()) for path, holder in holders.items() if path]
 
-    def covers(self, value: Any) -> bool:
-        """Return whether an entry is states of parameters, or the state dict of an optimizer that the other holds."""
+    def is_saved(value: Any) -> bool:
         if not isinstance(value, Mapping):
             return False
-        is_of_params = all(isinstance(one, Mapping) and _signature(one) in self._states for one in value.values())
-        return (bool(value) and is_of_params) or _signature(value) in self._state_dicts
+        are_states = all(isinstance(one, Mapping) and _signature(one) in states for one in value.values())
+        return (bool(value) and are_states) or _signature(value) in state_dicts
+
+    return {name: value for name, value in given.items() if not is_saved(value)}
 
 
 def _signature(value: Any) -> Any:
@@ -193,5 +197,5 @@ def _unpacked(value: Any) -> Any:
 
 def _overrides(optimizer: torch.optim.Optimizer, method: str, hooks: str) -> bool:
     """Return whether a method is not torch's, or has hooks."""
-    own = getattr(getattr(optimizer, method), "__func__", None)
-    return own is not getattr(torch.optim.Optimizer, method) or bool(getattr(optimizer, hooks, None))
+    function = getattr(getattr(optimizer, method), "__func__", None)
+    return function is not getattr(torch.optim.Optimizer, method) or bool(getattr(optimizer, hooks, None))
