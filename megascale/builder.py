@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL
-from megascale.megatron_config import check_grouping, from_megatron_config, is_megatron_config
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 from megascale.rules import BY_NAME, MUON
@@ -77,7 +77,7 @@ def build_optimizer(
 
     Args:
         config: an :class:`OptimizerConfig`, or Megatron-Core's, whose unsupported fields are refused; see
-            :mod:`megascale.megatron_config`. ``config.lr`` is required.
+            :mod:`megascale.integrations.megatron_config`. ``config.lr`` is required.
         clip_grad: largest global L2 norm of the unscaled gradients, in place of ``config.clip_grad``; 0: not clipped.
         modules: one model, or its chunks; with several, names are prefixed by the chunk's index.
         groups: see :class:`MixedPrecisionOptimizer`.
@@ -131,9 +131,10 @@ def _wrapped(
 
 def _checked(config: Any) -> OptimizerConfig:
     """Return our form of a config, ours or Megatron-Core's. Raises as :func:`build_optimizer` does."""
-    if is_megatron_config(config):
-        check_grouping(config)
-        config = from_megatron_config(config)
+    if any(kind.__module__.partition(".")[0] == "megatron" for kind in type(config).__mro__):
+        megatron = import_module("megascale.integrations.megatron_config")  # a leaf: the core imports no integration
+        megatron.check_grouping(config)
+        config = megatron.from_megatron_config(config)
     if not isinstance(config, OptimizerConfig):
         raise ArgumentTypeError(f"config must be an OptimizerConfig, got {type(config).__name__}")
     if config.lr is None:

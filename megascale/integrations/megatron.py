@@ -19,8 +19,8 @@ from megascale.config import OptimizerConfig
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.megatron_checkpoint import load_megatron_checkpoint, megatron_state_dict
+from megascale.integrations.megatron_config import from_megatron_config
 from megascale.integrations.megatron_groups import make_param_groups, overrides_refusal, params_refusal
-from megascale.megatron_config import from_megatron_config
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 from megascale.utils.collectives import group_size, raise_together
@@ -207,7 +207,7 @@ def get_megatron_optimizer(
     the ``wd_mult`` of a group takes effect through its OptimizerParamScheduler.
 
     Args:
-        config: Megatron's OptimizerConfig; see :func:`megascale.megatron_config.from_megatron_config`.
+        config: Megatron's OptimizerConfig; see :func:`megascale.integrations.megatron_config.from_megatron_config`.
         model_chunks: wrapped in Megatron's DistributedDataParallel (whose main grads are used), or plain.
             ``use_distributed_optimizer`` needs plain ones: our DistributedOptimizer reduces gradients itself.
         config_overrides: Megatron's, by ParamKey. None: its standard ones, which exempt biases and norms from weight

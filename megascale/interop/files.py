@@ -17,21 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.checkpoint.files import SAFETENSORS
 from megascale.errors import InteropError
 from megascale.interop.records import record_class
 
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+SAFETENSORS_DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 
 def read_file(path: Path) -> Any:

@@ -9,7 +9,6 @@ from megascale.interop import (
     apex,
     deepspeed,
     deepspeed_groups,
-    fairseq,
     lightning,
     megatron,
     torch_amp,
@@ -41,7 +40,6 @@ FORMATS = {
     "transformers": Format(trainer.recognises, trainer.find_scaler, trainer.find_state),
     "accelerate": Format(accelerate.recognises, accelerate.find_scaler, accelerate.find_state),
     "lightning": Format(lightning.recognises, lightning.find_scaler, lightning.find_state),
-    "fairseq": Format(fairseq.recognises, fairseq.find_scaler, fairseq.find_state),
     "apex": Format(apex.recognises, apex.find_scaler, torch_checkpoint.find_state),
     "torch": Format(torch_checkpoint.recognises, torch_amp.find_scaler, torch_checkpoint.find_state),
 }

@@ -14,8 +14,7 @@ def load_scaler_state(source: Any, *, format: str = AUTO, index: int | None = No
 
     Args:
         source: a loaded state dict, a checkpoint's file or folder, or an object with ``state_dict()``. Unchanged.
-        format: "auto" or one of "megatron", "deepspeed", "transformers", "accelerate", "lightning", "fairseq", "apex",
-            "torch".
+        format: "auto" or one of "megatron", "deepspeed", "transformers", "accelerate", "lightning", "apex", "torch".
         index: selects a scaler if a checkpoint holds several that differ.
         strict: raise if no state of ours continues this one exactly. False: take the nearest, with the differences in
             ``unfaithful``.

@@ -128,7 +128,6 @@ def dynamic(
     *,
     mapped: Sequence[str] = (),
     not_mapped: Sequence[str] = (),
-    unfaithful: Sequence[str] = (),
 ) -> FoundScaler:
     """Return the FoundScaler of a dynamic scale, with checked numbers.
 
@@ -141,7 +140,7 @@ def dynamic(
         "growth_tracker": as_int(system, "growth tracker", growth_tracker),
         "hysteresis_tracker": as_int(system, "hysteresis tracker", hysteresis_tracker),
     }
-    reasons = [*unfaithful, *fp32_rounding_notes(number), *discontinuities(state, config)]
+    reasons = [*fp32_rounding_notes(number), *discontinuities(state, config)]
     return FoundScaler(
         system,
         state,

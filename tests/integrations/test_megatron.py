@@ -19,11 +19,11 @@ from megascale import (
     MegatronGradScaler,
     OptimizerConfig,
     build_optimizer,
-    megatron_config,
 )
 from megascale.errors import ArgumentError, UsageError
 from megascale.integrations import megatron as ours
-from megascale.megatron_config import from_megatron_config
+from megascale.integrations import megatron_config
+from megascale.integrations.megatron_config import from_megatron_config
 from tests.pool import RankPool
 from tests.training import bits_equal, model
 

@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.peers import megatron_on_cpu
 from megascale.errors import ArgumentError
 from megascale.integrations import megatron as ours
-from megascale.megatron_config import from_megatron_config
+from megascale.integrations.megatron_config import from_megatron_config
 from tests.pool import RankPool
 from tests.training import bits_equal
 

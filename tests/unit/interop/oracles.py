@@ -136,32 +136,3 @@ class Torch:
     def saved_by_apex(self) -> dict[str, Any]:
         """Return ``amp.state_dict()``."""
         return {"loss_scaler0": {"loss_scale": self.scale, "unskipped": self.tracker}}
-
-
-@dataclass
-class Fairseq:
-    """``fairseq/optim/dynamic_loss_scaler.py``, DynamicLossScaler, as it is after a resume: its counters are new."""
-
-    scale: float
-    window: int
-    tolerance: float = 0.0
-    threshold: float | None = None
-    iteration: int = 0
-    last_overflow: int = -1
-    last_rescale: int = -1
-    overflows: int = 0
-
-    def update(self, overflow: bool) -> float:
-        """Take one step; return the scale."""
-        if overflow:
-            since = (self.iteration - self.last_rescale) or 1000
-            self.last_overflow = self.iteration
-            self.overflows += 1
-            if self.overflows / since >= self.tolerance:
-                self.scale = max(self.scale / 2, self.threshold or 0.0)
-                self.last_rescale, self.overflows = self.iteration, 0
-        elif (self.iteration - self.last_overflow) % self.window == 0:
-            self.scale *= 2
-            self.last_rescale = self.iteration
-        self.iteration += 1
-        return self.scale

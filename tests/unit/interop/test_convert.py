@@ -307,11 +307,3 @@ def test_deepspeed_flat_groups_need_names_if_there_are_several() -> None:
         convert(content, None, names=[halves.groups[0], halves.groups[1][::-1]])
     with pytest.raises(InteropError, match="has 2 groups"):
         convert(content, None, names=halves.names)
-
-
-def test_fairseq_moments_are_refused(tmp_path: Path) -> None:
-    """A fairseq checkpoint has no main params, and flat moments: refused; the scaler alone is taken when asked for."""
-    content = {"last_optimizer_state": {"loss_scale": 8.0, "state": {}, "param_groups": []}, "optimizer_history": []}
-    with pytest.raises(InteropError, match="saves no main params"):
-        convert(content, None)
-    assert float(convert(content, None, scaler_only=True).state_dict["grad_scaler"]["scale"]) == 8.0

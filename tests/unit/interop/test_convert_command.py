@@ -38,7 +38,7 @@ def test_status_and_message_of_refusals(tmp_path: Path, capsys: pytest.CaptureFi
         ([tmp_path / "nowhere.pt", tmp_path / "out.pt"], "does not exist"),
         ([tmp_path / "last.pt", tmp_path / "there.pt"], "exists already"),
         ([tmp_path / "last.pt", tmp_path / "no" / "out.pt"], "there is no folder"),
-        ([tmp_path / "last.pt", tmp_path / "out.pt", "--format", "fairseq"], "neither a loss scaler's nor"),
+        ([tmp_path / "last.pt", tmp_path / "out.pt", "--format", "accelerate"], "neither a loss scaler's nor"),
         ([tmp_path, tmp_path / "out.pt"], "no checkpoint of megatron"),
         ([tmp_path / "last.pt", tmp_path / "out.pt", "--model-names", tmp_path / "there.pt"], "1 parameter names"),
     ):

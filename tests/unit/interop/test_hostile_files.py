@@ -3,6 +3,7 @@
 import builtins
 import collections
 import io
+import json
 import os
 import pickle
 import tarfile
@@ -17,6 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.checkpoint import save
+from megascale.checkpoint.files import SAFETENSORS
 from megascale.errors import InteropError
 from megascale.interop import load_scaler_state
 from megascale.interop.files import read_file
@@ -202,3 +205,36 @@ def test_builtins_are_as_they_were() -> None:
 
     made = set(_MAKERS.values())
     assert not made & {builtins.open, builtins.eval, builtins.exec, builtins.getattr, builtins.__import__, os.system}
+
+
+def test_every_dtype_of_a_checkpoints_file_is_read(tmp_path: Path) -> None:
+    """The reader has the dtypes of the writer: 8-bit floats and unsigned integers too, and values without a size."""
+    saved = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in SAFETENSORS}
+    saved |= {"empty": torch.zeros(0, 2), "scalar": torch.tensor(3.0)}
+    path = save(tmp_path, 1, torch.nn.Linear(1, 1), user_state=saved)
+    found = {name.rpartition("/")[2]: value for name, value in read_file(path / "rank_00000.safetensors").items()}
+    for name, value in saved.items():
+        assert found[name].dtype == value.dtype
+        assert found[name].float().tolist() == value.float().tolist()
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}, "holds 'w' as F4, which is not read"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, r"'w' of shape \(2,\) lies at bytes 0 to 4"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}, "lies at bytes 4 to 12"),
+        ({"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}, "is damaged"),
+        ({"dtype": "F32", "shape": [2]}, "cannot be read"),
+    ],
+)
+def test_a_damaged_safetensors_file_is_named(entry: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Places that are not in the file, or not the tensor's size; a dtype that torch lacks; a header that is cut off."""
+    head = json.dumps({"w": entry}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
+    with pytest.raises(InteropError, match=message):
+        read_file(path)
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(InteropError, match="is cut off"):
+        read_file(path)

@@ -1,6 +1,6 @@
 """Every format's layout: what is recognised, what is said of it, and what is refused.
 
-The layouts here are written by hand: those of fairseq, apex and Lightning before 2.0, which do not install here, from
+The layouts here are written by hand: those of apex and Lightning before 2.0, which do not install here, from
 their sources; tests/integrations has files that the other peers wrote themselves.
 """
 
@@ -22,11 +22,6 @@ DEEPSPEED = {
     "scale_window": 10, "optimizer_state_dict": {}, "fp32_groups_flat": [],
 }  # fmt: skip
 APEX = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}}
-FAIRSEQ: dict[str, Any] = {
-    "args": None,
-    "optimizer_history": [{}],
-    "last_optimizer_state": {"loss_scale": 512.0, "param_groups": []},
-}
 
 LAYOUTS: dict[str, tuple[Any, str, int]] = {
     "torch alone": (TORCH, "torch.amp", 7),
@@ -44,8 +39,6 @@ LAYOUTS: dict[str, tuple[Any, str, int]] = {
     "deepspeed model states": ({"module": {}, "optimizer": DEEPSPEED}, "DeepSpeed", 7),
     "apex": (APEX, "apex.amp", 7),
     "apex in a checkpoint": ({"model": {}, "optimizer": {}, "amp": APEX}, "apex.amp", 7),
-    "fairseq": (FAIRSEQ, "fairseq", 0),
-    "fairseq optimizer": ({"loss_scale": 512.0, "state": {}, "param_groups": []}, "fairseq", 0),
     "lightning": ({"pytorch-lightning_version": "2.6", "state_dict": {}, "MixedPrecision": TORCH}, "Lightning", 7),
     "lightning fsdp": ({"pytorch-lightning_version": "2.6", "FSDPPrecision": TORCH}, "Lightning", 7),
     "lightning 1.9": ({"pytorch-lightning_version": "1.9", "MixedPrecisionPlugin": TORCH}, "Lightning", 7),
@@ -160,7 +153,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "scale negative": (changed(APEX, loss_scaler0={"loss_scale": -2.0, "unskipped": 0}), "above 0"),
     "scale too large": (changed(DEEPSPEED, cur_scale=2.0**128), r"2\*\*127"),
     "scale of two": (changed(MEGATRON, scale=torch.ones(2)), "must be a number"),
-    "scale a string": (changed(FAIRSEQ, last_optimizer_state={"loss_scale": "x"}), "must be a number"),
+    "scale a string": (changed(MEGATRON, scale="x"), "must be a number"),
     "scale not fp32": (changed(DEEPSPEED, cur_scale=1000.1), "fp32 rounds to"),
     "key missing": (changed(TORCH, growth_interval=None), "lacks growth_interval"),
     "key unknown": (changed(TORCH, _hysteresis_tracker=2), "_hysteresis_tracker, which is not torch's"),
@@ -178,7 +171,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "torch several": ({"a": TORCH, "b": changed(TORCH, scale=4.0)}, "2 grad scalers that differ"),
     "no scaler": ({"pytorch-lightning_version": "2.6", "state_dict": {}}, "holds no loss scaler"),
-    "fairseq without": ({"optimizer_history": []}, "holds no loss scaler"),
+    "fairseq": (
+        {"args": None, "optimizer_history": [{}], "last_optimizer_state": {"loss_scale": 512.0, "param_groups": []}},
+        "no checkpoint of .* it has args, last_optimizer_state, optimizer_history",
+    ),
     "unknown": ({"weights": torch.ones(2)}, "no checkpoint of .* it has weights"),
     "megascale": ({"optimizer": {}, "main_params": {}, "grad_scaler": {}, "version": 1}, "megascale's own"),
 }  # fmt: skip
@@ -248,20 +244,5 @@ def test_differences_at_the_bounds_are_told() -> None:
     assert "grow past" in said
     assert "growth_factor is 1.1" in said
     assert "raises" not in said
-    assert "does not save its counters" in " ".join(load_scaler_state(FAIRSEQ).not_mapped)
     assert "does not record whether the scale is dynamic" in " ".join(load_scaler_state(APEX).not_mapped)
     assert "DeepSpeedGradScaler" in " ".join(load_scaler_state(DEEPSPEED).not_mapped)
-
-
-def test_fairseq_windows() -> None:
-    """The window of fairseq: given, or 2**14 over ranks and update_freq; from cfg or args; else it is asked for."""
-    base = {"last_optimizer_state": {"loss_scale": 8.0}}
-    assert load_scaler_state(base | {"args": Namespace(fp16_scale_window=5)}).config.growth_interval == 5
-    cfg = {
-        "common": {"fp16_scale_window": None, "model_parallel_size": 2},
-        "optimization": {"update_freq": [4]},
-        "distributed_training": {"distributed_world_size": 16},
-    }
-    assert load_scaler_state(base | {"cfg": cfg}).config.growth_interval == 2**14 // 8 // 4
-    with pytest.raises(InteropError, match="growth_interval"):
-        load_scaler_state(base).build_grad_scaler()

@@ -8,10 +8,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megascale import DynamicGradScaler
-from megascale.errors import InteropError
 from megascale.interop import DeepSpeedGradScaler, load_scaler_state
 from tests.counting import HOST_READ, OperatorCounter
-from tests.unit.interop.oracles import DeepSpeed, Fairseq, Megatron, OldMegatron, Torch
+from tests.unit.interop.oracles import DeepSpeed, Megatron, OldMegatron, Torch
 
 SCALE = 2.0**20
 # At most 60 steps from 2**20: no peer leaves the range that ours has.
@@ -92,27 +91,6 @@ def test_apex_continues(unskipped: int, later: list[bool]) -> None:
     follows(found.build_grad_scaler(), peer, later)
     near = Torch(2.0**20, 2000, tracker=1999 - unskipped % 5)
     follows(load_scaler_state(near.saved_by_apex()).build_grad_scaler(), near, [False] * 6 + later)
-
-
-@given(window=WINDOW, threshold=st.sampled_from([None, 2.0**18]), later=STEPS)
-@settings(max_examples=100, deadline=None)
-def test_fairseq_continues(window: int, threshold: float | None, later: list[bool]) -> None:
-    """The scale of fairseq, with its default tolerance of 0, continues as its own resume does."""
-    options = {"fp16_scale_window": window, "fp16_scale_tolerance": 0.0, "threshold_loss_scale": threshold}
-    content = {"cfg": {"common": options}, "last_optimizer_state": {"loss_scale": SCALE, "state": {}}}
-    follows(load_scaler_state(content).build_grad_scaler(), Fairseq(SCALE, window, 0.0, threshold), later)
-
-
-def test_fairseq_with_a_tolerance_is_refused() -> None:
-    """A tolerance waits for a share of overflows: no scaler of ours does, which the oracle shows; strict refuses it."""
-    options = {"fp16_scale_window": 50, "fp16_scale_tolerance": 0.25}
-    content = {"cfg": {"common": options}, "last_optimizer_state": {"loss_scale": SCALE}}
-    with pytest.raises(InteropError, match=r"fp16_scale_tolerance is 0\.25"):
-        load_scaler_state(content)
-    found = load_scaler_state(content, strict=False)
-    assert "0.25" in found.unfaithful[0]
-    with pytest.raises(AssertionError, match="step 9"):
-        follows(found.build_grad_scaler(), Fairseq(SCALE, 50, 0.25), [False] * 9 + [True])
 
 
 @given(found=st.lists(st.booleans(), max_size=40), window=WINDOW, hysteresis=HYSTERESIS)

@@ -113,12 +113,8 @@ version, or a subclass, may switch one on."""
 KNOWN = frozenset((*SAME, *TRANSLATED, *PRECISION_AWARE, *GROUPING, *NO_EFFECT, *REMEDIES))
 
 
-def is_megatron_config(config: Any) -> bool:
-    """Return whether ``config`` is an instance of ``megatron.core.optimizer.OptimizerConfig``, or of a subclass."""
-    return any(map(_is_megatrons, type(config).__mro__))
-
-
 def _is_megatrons(kind: type) -> bool:
+    """Return whether ``kind`` is ``megatron.core.optimizer.OptimizerConfig``."""
     return kind.__name__ == "OptimizerConfig" and kind.__module__.partition(".")[0] == "megatron"
 
 
@@ -137,7 +133,7 @@ def from_megatron_config(config: Any) -> OptimizerConfig:
         ArgumentTypeError: for anything else.
         ArgumentError: naming the field, its value and the remedy.
     """
-    if not is_megatron_config(config):
+    if not any(map(_is_megatrons, type(config).__mro__)):
         raise ArgumentTypeError(f"config must be a Megatron-Core OptimizerConfig, got {type(config).__name__}")
     for name in REQUIRED:
         if not hasattr(config, name):

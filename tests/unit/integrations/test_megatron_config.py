@@ -14,7 +14,14 @@ from torch import nn
 
 from megascale import OptimizerConfig, build_optimizer
 from megascale.errors import ArgumentError, ArgumentTypeError
-from megascale.megatron_config import KNOWN, LATER, REMEDIES, REQUIRED, check_grouping, from_megatron_config
+from megascale.integrations.megatron_config import (
+    KNOWN,
+    LATER,
+    REMEDIES,
+    REQUIRED,
+    check_grouping,
+    from_megatron_config,
+)
 
 
 @dataclass
