@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,30 +65,21 @@ class Contender:
 class Sharded(Contender):
     """DistributedOptimizer: matrices whole on one rank each."""
 
-    def __init__(self, shapes: list[tuple[int, int]], grads: list[Tensor], batched: bool = False) -> None:
+    def __init__(self, shapes: list[tuple[int, int]], grads: list[Tensor]) -> None:
         super().__init__(shapes, grads)
-        config = _config(grads[0].dtype, muon_batched=batched)
+        config = _config(grads[0].dtype)
         self.optimizer = DistributedOptimizer(
             torch.optim.Muon(self.params), config, ConstantGradScaler(SCALE), modules=self.params, grads_are_scaled=True
         )
         self.sync = self.optimizer.grad_sync
 
 
-class Batched(Sharded):
-    """The same with ``muon_batched``."""
-
-    def __init__(self, shapes: list[tuple[int, int]], grads: list[Tensor]) -> None:
-        super().__init__(shapes, grads, batched=True)
-
-
 class Replicated(Contender):
     """MixedPrecisionOptimizer with GradSync: every rank updates all."""
 
-    options: ClassVar[dict[str, Any]] = {}
-
     def __init__(self, shapes: list[tuple[int, int]], grads: list[Tensor]) -> None:
         super().__init__(shapes, grads)
-        config = _config(grads[0].dtype, **self.options)
+        config = _config(grads[0].dtype)
         self.sync = GradSync(self.params.named_parameters())
         self.optimizer = MixedPrecisionOptimizer(
             torch.optim.Muon(self.params),
@@ -97,12 +88,6 @@ class Replicated(Contender):
             grad_sync=self.sync,
             grads_are_scaled=True,
         )
-
-
-class SplitWork(Replicated):
-    """The same with ``muon_split_work``."""
-
-    options: ClassVar[dict[str, Any]] = {"muon_split_work": True}
 
 
 class ByHand(Contender):
@@ -180,17 +165,15 @@ class MegatronLayerWise(ByHand):
 
 CONTENDERS: dict[str, Callable[[list[tuple[int, int]], list[Tensor]], Contender]] = {
     "megascale sharded": Sharded,
-    "megascale sharded, batched": Batched,
     "megascale replicated": Replicated,
-    "megascale replicated, split work": SplitWork,
     "by hand": ByHand,
     "Megatron-Core layer-wise": MegatronLayerWise,
 }
 
 
-def _config(dtype: torch.dtype, **options: bool) -> OptimizerConfig:
+def _config(dtype: torch.dtype) -> OptimizerConfig:
     half = dtype == torch.float16
-    return OptimizerConfig(fp16=half, bf16=not half, muon_ns_dtype=NS_DTYPE, **options)
+    return OptimizerConfig(fp16=half, bf16=not half, muon_ns_dtype=NS_DTYPE)
 
 
 def _rank() -> int:

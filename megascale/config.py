@@ -67,8 +67,6 @@ class StepConfig(DecisionConfig):
     pin_cpu_grads: bool = True
     pin_cpu_params: bool = True
     muon_ns_dtype: torch.dtype | None = None
-    muon_batched: bool = False
-    muon_split_work: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,12 +164,6 @@ class OptimizerConfig(StepConfig):
             Default: False.
         muon_ns_dtype: Dtype of Muon's iterations: bfloat16, torch's, or float32 (megascale's). None: bfloat16,
             but float32 on a CPU that has neither AVX512-BF16 nor AMX. Default: None.
-        muon_batched: Muon iterates on all matrices of a shape at once (megascale's): fewer and larger products,
-            but the last bits of an update may depend on how many there are, and so on the number of ranks.
-            Default: False.
-        muon_split_work: Without sharding, each data-parallel rank runs Muon's iterations on its share of the
-            matrices and sends the results to the others, which hold the same gradients (megascale's). Every
-            rank keeps all main params and momentum. Default: False.
 
     Attributes: The optimizer, which build_optimizer makes
         optimizer: "adam" (AdamW where ``decoupled_weight_decay``), "sgd", "lion", or "muon": hidden matrices by

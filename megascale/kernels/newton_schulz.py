@@ -10,25 +10,22 @@ from megascale.rules.muon import POLAR_EXPRESS, QUINTIC, Coefficients, iteration
 __all__ = ["POLAR_EXPRESS", "QUINTIC", "Coefficients", "iteration_dtype", "iterations", "orthogonalize"]
 
 
-def orthogonalize(matrices: Tensor, coefficients: Sequence[Coefficients], eps: float) -> Tensor:
-    """Return the orthogonal factor U V^T of each matrix U S V^T, with singular values as near to 1 as they come.
+def orthogonalize(matrix: Tensor, coefficients: Sequence[Coefficients], eps: float) -> Tensor:
+    """Return the orthogonal factor U V^T of a matrix U S V^T, with singular values as near to 1 as they come.
 
-    For a single bf16 matrix the result has the bits of torch.optim.Muon. In a batch each matrix goes through the same
-    operations, but the last bits may differ: for another batch size a library may multiply by another kernel.
+    For a bf16 matrix the result has the bits of torch.optim.Muon.
 
     Args:
-        matrices: shape [m, n], or [batch, m, n] for several at once; the iterations are in their dtype.
+        matrix: shape [m, n]; the iterations are in its dtype.
         coefficients: one triple per iteration.
-        eps: the smallest norm that a matrix is divided by.
+        eps: the smallest norm that it is divided by.
     """
-    is_tall = matrices.size(-2) > matrices.size(-1)
-    product = torch.addmm if matrices.dim() == 2 else torch.baddbmm
-    found = matrices.mT if is_tall else matrices
-    norm = found.norm() if matrices.dim() == 2 else found.flatten(1).norm(dim=1).view(-1, 1, 1)
-    found = found / norm.clamp(min=eps)
+    is_tall = matrix.size(0) > matrix.size(1)
+    found = matrix.mT if is_tall else matrix
+    found = found / found.norm().clamp(min=eps)
     for a, b, c in coefficients:
         gram = found @ found.mT
-        found = product(found, product(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
     return found.mT if is_tall else found
 
 

@@ -109,8 +109,6 @@ class MuonRule(Rule):
         "muon_adjust_lr_fn": _of_muon(values_of("adjust_lr_fn")),
         "muon_adam_lr": lambda optimizer: [] if isinstance(optimizer, torch.optim.Muon) else values_of("lr")(optimizer),
         "muon_ns_dtype": _of_muon(lambda optimizer: [torch.bfloat16, torch.float32]),
-        "muon_batched": _of_muon(lambda optimizer: [True]),
-        "muon_split_work": _of_muon(lambda optimizer: [True]),
     }
 
     @override

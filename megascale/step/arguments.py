@@ -202,9 +202,7 @@ def ineffective(
         value = getattr(config, name)
         if value == defaults[name]:
             continue
-        if name == "muon_split_work" and sharded:
-            found, holder, remedy = [False], "a DistributedOptimizer", "whose ranks own matrices already"
-        elif name in _OF_OPTIMIZER:
+        if name in _OF_OPTIMIZER:
             found, holder = _OF_OPTIMIZER[name](optimizer), inner
             remedy = "build the optimizer with it"
         elif name in SCALER_FIELDS:

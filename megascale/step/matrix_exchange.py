@@ -1,20 +1,18 @@
 """Brings each matrix whole to one rank, its owner, and the owner's result back to all ranks.
 
 Muon needs whole matrices, and FSDP2 and tensor parallelism cut them. Every rank sends its pieces to their owners,
-packed into one message for each other rank; results return in the same way. Where all ranks have the whole matrix, only
-results are sent. A matrix that is cut over several dimensions of a mesh is joined along one of them after the other.
-Owners are chosen by :mod:`megascale.grad_sync.owners` from shapes alone, so all ranks choose the same ones.
+packed into one message for each other rank; results return in the same way. A matrix that is cut over several
+dimensions of a mesh is joined along one of them after the other. Owners are chosen by
+:mod:`megascale.grad_sync.owners` from shapes alone, so all ranks choose the same ones.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from typing_extensions import override
 
 from megascale.grad_sync.layout import ParamSize
 from megascale.grad_sync.owners import OwnerLoads, update_cost
@@ -69,78 +67,11 @@ def cuts_of(tensor: Tensor) -> list[Cut]:
     return cuts
 
 
-class Exchange(ABC):
-    """Gives each matrix an owner, and each rank its part of the owners' results.
+class MatrixExchange:
+    """Gives each matrix an owner, and each rank its piece of the owners' results.
 
-    All ranks that share the matrices call both methods, in this order.
-    """
-
-    @abstractmethod
-    def collect(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Send this rank's part of each matrix to the owners. Returns the whole matrices that this rank owns."""
-
-    @abstractmethod
-    def give_back(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """Send the results for the matrices that this rank owns. Returns its part of the result for each matrix.
-
-        ``like``: any tensor of the results' dtype and device, as a rank may own none.
-        """
-
-
-class PackedExchange(Exchange):
-    """Chooses owners in ``group`` by the ``shapes`` of the whole matrices, and packs messages."""
-
-    def __init__(self, shapes: Sequence[torch.Size], group: ProcessGroup) -> None:
-        self._group = group
-        self._rank, self._ranks = group_rank(group), group_size(group)
-        sizes = [ParamSize(str(index), shape.numel(), cost=update_cost(shape)) for index, shape in enumerate(shapes)]
-        owners = OwnerLoads(self._ranks).assign([sizes])
-        self._owned: list[list[int]] = [[] for _ in range(self._ranks)]
-        for index in range(len(shapes)):
-            self._owned[owners[str(index)]].append(index)
-
-    @property
-    def owned(self) -> list[int]:
-        """Indices of the matrices that this rank owns."""
-        return self._owned[self._rank]
-
-    def _send(self, outgoing: list[list[Tensor]], incoming: list[list[torch.Size]], like: Tensor) -> list[list[Tensor]]:
-        """Send each rank its list of tensors, as one message. Returns each rank's list, in the shapes ``incoming``."""
-        flat = [tensor.reshape(-1) for tensors in outgoing for tensor in tensors]
-        message = torch.cat(flat) if flat else like.new_empty(0)
-        counts = [[shape.numel() for shape in shapes] for shapes in incoming]
-        sent = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
-        arrived = all_to_all(message, sent, [sum(count) for count in counts], self._group)
-        parts = iter(arrived.split([one for count in counts for one in count]))
-        return [[next(parts).view(shape) for shape in shapes] for shapes in incoming]
-
-    def _in_order(self, arrived: list[list[Tensor]]) -> list[Tensor]:
-        """Return what has arrived, sorted by owner, in the order of the matrices."""
-        by_index: dict[int, Tensor] = {}
-        for rank in range(self._ranks):
-            by_index |= zip(self._owned[rank], arrived[rank], strict=True)
-        return [by_index[index] for index in range(len(by_index))]
-
-
-class WorkSplit(PackedExchange):
-    """Splits the work on matrices that every rank has whole. Only results are sent."""
-
-    def __init__(self, shapes: Sequence[torch.Size], group: ProcessGroup) -> None:
-        super().__init__(shapes, group)
-        self._shapes = list(shapes)
-
-    @override
-    def collect(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        return [pieces[index] for index in self.owned]
-
-    @override
-    def give_back(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        incoming = [[self._shapes[index] for index in owned] for owned in self._owned]
-        return self._in_order(self._send([list(wholes)] * self._ranks, incoming, like))
-
-
-class MatrixExchange(Exchange):
-    """Exchanges DTensors that are cut over the same dimensions of a mesh.
+    The matrices are DTensors that are cut over the same dimensions of a mesh. All ranks that share them call both
+    methods, in this order.
 
     Args:
         matrices: one or more, all on one mesh.
@@ -162,21 +93,24 @@ class MatrixExchange(Exchange):
             self._joins.append(join)
             held = [held[index] for index in join.owned]
 
-    @override
     def collect(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Send this rank's piece of each matrix to the owners. Returns the whole matrices that this rank owns."""
         for join in self._joins:
             pieces = join.collect(pieces)
         return list(pieces)
 
-    @override
     def give_back(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """Send the results for the matrices that this rank owns. Returns its piece of the result for each matrix.
+
+        ``like``: any tensor of the results' dtype and device, as a rank may own none.
+        """
         for join in reversed(self._joins):
             wholes = join.give_back(wholes, like)
         return list(wholes)
 
 
-class _Join(PackedExchange):
-    """Joins pieces that one dimension of a mesh has cut, and cuts results in the same way.
+class _Join:
+    """Joins pieces that one dimension of a mesh has cut, and cuts results in the same way. Messages are packed.
 
     Args:
         shapes: of the whole matrices; owners are chosen by them.
@@ -188,13 +122,24 @@ class _Join(PackedExchange):
     def __init__(
         self, shapes: Sequence[torch.Size], joined: Sequence[torch.Size], dims: Sequence[int], group: ProcessGroup
     ) -> None:
-        super().__init__(shapes, group)
+        self._group = group
+        self._rank, self._ranks = group_rank(group), group_size(group)
+        sizes = [ParamSize(str(index), shape.numel(), cost=update_cost(shape)) for index, shape in enumerate(shapes)]
+        owners = OwnerLoads(self._ranks).assign([sizes])
+        self._owned: list[list[int]] = [[] for _ in range(self._ranks)]
+        for index in range(len(shapes)):
+            self._owned[owners[str(index)]].append(index)
         self._dims = list(dims)
         self._shapes = [[_piece_shape(shape, dim, self._ranks, rank) for rank in range(self._ranks)]
                         for shape, dim in zip(joined, dims, strict=True)]  # fmt: skip
 
-    @override
+    @property
+    def owned(self) -> list[int]:
+        """Indices of the matrices that this rank owns."""
+        return self._owned[self._rank]
+
     def collect(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Send this rank's pieces to the owners. Returns the joined matrices that this rank owns."""
         outgoing = [[pieces[index] for index in self._owned[rank]] for rank in range(self._ranks)]
         incoming = [[self._shapes[index][rank] for index in self.owned] for rank in range(self._ranks)]
         arrived = self._send(outgoing, incoming, pieces[0])
@@ -203,15 +148,28 @@ class _Join(PackedExchange):
             for position, index in enumerate(self.owned)
         ]
 
-    @override
     def give_back(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """Send the pieces of each result that this rank owns. Returns its pieces, in the order of the matrices."""
         cut = [
             whole.split([shape[self._dims[index]] for shape in self._shapes[index]], dim=self._dims[index])
             for index, whole in zip(self.owned, wholes, strict=True)
         ]
         outgoing = [[parts[rank] for parts in cut] for rank in range(self._ranks)]
         incoming = [[self._shapes[index][self._rank] for index in self._owned[rank]] for rank in range(self._ranks)]
-        return self._in_order(self._send(outgoing, incoming, like))
+        by_index: dict[int, Tensor] = {}
+        for owned, arrived in zip(self._owned, self._send(outgoing, incoming, like), strict=True):
+            by_index |= zip(owned, arrived, strict=True)
+        return [by_index[index] for index in range(len(by_index))]
+
+    def _send(self, outgoing: list[list[Tensor]], incoming: list[list[torch.Size]], like: Tensor) -> list[list[Tensor]]:
+        """Send each rank its list of tensors, as one message. Returns each rank's list, in the shapes ``incoming``."""
+        flat = [tensor.reshape(-1) for tensors in outgoing for tensor in tensors]
+        message = torch.cat(flat) if flat else like.new_empty(0)
+        counts = [[shape.numel() for shape in shapes] for shapes in incoming]
+        sent = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+        arrived = all_to_all(message, sent, [sum(count) for count in counts], self._group)
+        parts = iter(arrived.split([one for count in counts for one in count]))
+        return [[next(parts).view(shape) for shape in shapes] for shapes in incoming]
 
 
 def _own_shape(matrix: "DTensor", cuts: Sequence[Cut]) -> torch.Size:

@@ -85,7 +85,7 @@ class StepMember:
         self.device = device
         self.main_params = main_params
         self.grad_sync = grad_sync
-        self.update = select_update(optimizer, backend, config, groups.data_parallel)
+        self.update = select_update(optimizer, backend, config)
         if main_params.arrivals is not None:
             self.update = in_host_memory(
                 optimizer, config, self.update, device, main_params.arrivals, groups.grad_stats

@@ -1,7 +1,7 @@
 """Muon's update. It reads the decision on the device: a skipped step changes nothing, and the host does not wait."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,12 +15,10 @@ from megascale.kernels import Backend, Decision, Operands
 from megascale.kernels.newton_schulz import iteration_dtype, orthogonalize
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
-from megascale.parallel import is_expert
 from megascale.rules import MUON, MuonHyper
 from megascale.step.kernel_update import KernelUpdate
-from megascale.step.matrix_exchange import Cut, Exchange, MatrixExchange, WorkSplit, cuts_of
+from megascale.step.matrix_exchange import Cut, MatrixExchange, cuts_of
 from megascale.step.update import PendingUpdate, Prepared
-from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -33,12 +31,12 @@ class _MatrixSet(NamedTuple):
     Attributes:
         indices: of their main params, among those of the unit.
         shapes: of the whole matrices.
-        exchange: brings each to its owner, and the result back. None: this rank has all of them, and does all the work.
+        exchange: brings each to its owner, and the result back. None: this rank has all of them.
     """
 
     indices: list[int]
     shapes: list[torch.Size]
-    exchange: Exchange | None
+    exchange: MatrixExchange | None
 
 
 class MuonUpdate(KernelUpdate):
@@ -49,16 +47,9 @@ class MuonUpdate(KernelUpdate):
     DTensors that :func:`cuts_of` refuses, its own ``step()`` runs instead.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        backend: Backend,
-        config: StepConfig,
-        data_parallel: ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: StepConfig) -> None:
         super().__init__(optimizer, backend, config, MUON)
-        self._split_over = data_parallel if config.muon_split_work and group_size(data_parallel) > 1 else None
-        self._dtype, self._is_batched = config.muon_ns_dtype, config.muon_batched
+        self._dtype = config.muon_ns_dtype
         self._supported: WeakKeyDictionary[UpdateUnit, bool] = WeakKeyDictionary()
         self._plans: WeakKeyDictionary[Operands, list[_MatrixSet]] = WeakKeyDictionary()
 
@@ -99,19 +90,16 @@ class MuonUpdate(KernelUpdate):
         return overflowed
 
     def _plan(self, params: Sequence[MainParam]) -> list["_MatrixSet"]:
-        """Return which matrices are updated together.
+        """Return which matrices are updated together: those that share an exchange; every other one alone.
 
-        Those that share an exchange are one set. Of the others each is a set, or, batched, all of one shape are.
+        One by one also where many have one shape: a library may multiply a batch of another size by another kernel,
+        and how many a rank has depends on the number of ranks, which no bit may depend on.
         """
         mains = [param.main for param in params]
-        whole = [index for index, main in enumerate(mains) if main.numel() and not cuts_of(main)]
-        split = [i for i in whole if self._split_over is not None and not is_expert(params[i].model)]
-        alone = sorted({*whole} - {*split})
-        lists = _by_shape(mains, alone) if self._is_batched else [[index] for index in alone]
-        found: list[tuple[list[int], Exchange | None]] = [(indices, None) for indices in lists]
+        found: list[tuple[list[int], MatrixExchange | None]] = [
+            ([index], None) for index, main in enumerate(mains) if main.numel() and not cuts_of(main)
+        ]
         found += [(indices, exchange) for exchange, indices in _exchanges(mains)]
-        if self._split_over is not None and split:
-            found.append((split, WorkSplit([mains[index].shape for index in split], self._split_over)))
         return [_MatrixSet(indices, [mains[index].shape for index in indices], exchange) for indices, exchange in found]
 
     def _update(
@@ -129,30 +117,18 @@ class MuonUpdate(KernelUpdate):
         dtype = self._dtype or iteration_dtype(mains[0].device)
         rounded = [direction.to(dtype) for direction in raw]
         del grads, raw  # frees 4 bytes an element before the iterations
-        directions = self._directions(rounded, matrices.exchange, hyper)
-        del rounded
+        exchange = matrices.exchange
+        factors = [
+            orthogonalize(whole, hyper.coefficients, hyper.eps)
+            for whole in (rounded if exchange is None else exchange.collect(rounded))
+        ]
+        directions = factors if exchange is None else exchange.give_back(factors, rounded[0])
+        del rounded, factors
         for main, direction, shape in zip(mains, directions, matrices.shapes, strict=True):
             shrunk = main * (1 - hyper.lr * hyper.weight_decay)
             _write_unless(skipped, main, _minus(shrunk, direction, hyper.lr_of(shape)))
         for buffer, momentum in zip(buffers, momenta, strict=True):
             _write_unless(skipped, buffer, momentum.to(buffer.dtype))
-
-    def _directions(self, rounded: Sequence[Tensor], exchange: Exchange | None, hyper: MuonHyper) -> list[Tensor]:
-        """Return this rank's part of each matrix's orthogonal factor. ``rounded``: its part of each matrix."""
-        if exchange is None:
-            return self._orthogonalize(rounded, hyper)
-        wholes = self._orthogonalize(exchange.collect(rounded), hyper)
-        return exchange.give_back(wholes, rounded[0])
-
-    def _orthogonalize(self, matrices: Sequence[Tensor], hyper: MuonHyper) -> list[Tensor]:
-        """Return the orthogonal factor of each whole matrix, computed one by one, or batched by shape."""
-        if not self._is_batched:
-            return [orthogonalize(matrix, hyper.coefficients, hyper.eps) for matrix in matrices]
-        factors: dict[int, Tensor] = {}
-        for indices in _by_shape(matrices, range(len(matrices))):
-            batch = torch.stack([matrices[index] for index in indices])
-            factors |= zip(indices, orthogonalize(batch, hyper.coefficients, hyper.eps).unbind(), strict=True)
-        return [factors[index] for index in range(len(matrices))]
 
 
 def _is_supported(main: Tensor) -> bool:
@@ -175,14 +151,6 @@ def _exchanges(mains: Sequence[Tensor]) -> list[tuple[MatrixExchange, list[int]]
         (MatrixExchange([main for _, main, _ in held], [cuts for _, _, cuts in held]), [index for index, _, _ in held])
         for held in by_groups.values()
     ]
-
-
-def _by_shape(matrices: Sequence[Tensor], indices: Iterable[int]) -> list[list[int]]:
-    """Return ``indices`` as one list for each shape and dtype of matrices."""
-    by_shape: defaultdict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
-    for index in indices:
-        by_shape[matrices[index].shape, matrices[index].dtype].append(index)
-    return list(by_shape.values())
 
 
 def _minus(main: Tensor, direction: Tensor, lr: float | Tensor) -> Tensor:

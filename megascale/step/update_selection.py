@@ -45,19 +45,15 @@ def check_inner(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def select_update(
-    optimizer: torch.optim.Optimizer, backend: Backend, config: StepConfig, data_parallel: ProcessGroup | None
-) -> InnerUpdate:
+def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: StepConfig) -> InnerUpdate:
     """Return how ``optimizer`` is run. Exact types only: a subclass may have changed ``step()``.
-
-    ``data_parallel``: ranks that hold the same parameters, and may share the work of an update.
 
     Raises ArgumentError for 16-bit moments of an optimizer that runs its own ``step()``; warns where that may read
     pieces of DTensors.
     """
     rule = BY_KIND.get(type(optimizer))
     if rule is MUON:
-        return MuonUpdate(optimizer, backend, config, data_parallel)
+        return MuonUpdate(optimizer, backend, config)
     if rule is not None:
         return KernelUpdate(optimizer, backend, config, rule)
     known = either([kind.__name__ for kind in KINDS])

@@ -57,8 +57,6 @@ OTHERWISE: dict[str, tuple[dict[str, Any], Any]] = {
     "muon_adjust_lr_fn": (MUON, "match_rms_adamw"),
     "muon_adam_lr": (MUON, 0.5),
     "muon_ns_dtype": ({**MUON, "muon_ns_dtype": torch.bfloat16}, torch.float32),
-    "muon_batched": (MUON, True),
-    "muon_split_work": (MUON, True),
 }
 """For each field of a config what the other ranks have, and what rank 1 has."""
 

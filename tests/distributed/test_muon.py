@@ -6,14 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
 
 from megascale import (
     ChainedOptimizer,
-    ConstantGradScaler,
-    MixedPrecisionOptimizer,
     OptimizerConfig,
-    ParallelGroups,
     build_optimizer,
 )
 from megascale.checkpoint import Checkpointer
@@ -103,67 +99,3 @@ def test_muon_and_adam_step_as_one(ranks: RankPool, world: int, tmp_path: Path) 
             assert same(loaded, state)
             ends.append(end)
     assert all(same(ends[0], end) for end in ends)
-
-
-def _split(split: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Train replicated matrices; return the end, and the collectives of the last step."""
-    generator = torch.Generator().manual_seed(0)
-    params = [
-        nn.Parameter(torch.randn(shape, generator=generator).half()) for shape in [(4, 6), (3, 3), (4, 6), (8, 2)]
-    ]
-    inner = torch.optim.Muon([(f"w{index}", param) for index, param in enumerate(params)], lr=0.05)
-    config = OptimizerConfig(fp16=True, muon_split_work=split)
-    optimizer = MixedPrecisionOptimizer(inner, config, ConstantGradScaler(8.0), grads_are_scaled=True)
-    for step in range(3):
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator).half()
-        if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
-            for param in params:
-                param.grad = torch.full_like(param, torch.nan)
-        with CommDebugMode() as seen:
-            assert bool(optimizer.step().success) == (step != 1)
-    counts = {str(name).rpartition(".")[2]: count for name, count in seen.get_comm_counts().items()}
-    return dict(optimizer.main_params()), counts
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_replicas_may_share_the_work(ranks: RankPool, world: int) -> None:
-    """muon_split_work: the bits of every rank for itself, for one more message to each other rank."""
-    for (shared, counts), (alone, fewer) in zip(
-        ranks.run(world, _split, True), ranks.run(world, _split, False), strict=True
-    ):
-        assert same(shared, alone)
-        assert counts == {"allreduce_": 1, "alltoall_base_": 1}
-        assert fewer == {"allreduce_": 1}
-
-
-def _experts(split: bool) -> dict[str, Tensor]:
-    """Train a group of matrices that all ranks have, and one of experts, which differ by rank."""
-    generator = torch.Generator().manual_seed(0)
-    shared, own = (
-        [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(4, 6), (3, 3)]] for _ in range(2)
-    )
-    for param in own:
-        param.allreduce = False  # type: ignore[attr-defined]
-        param.data += dist.get_rank()
-    names = {"shared": shared, "own": own}
-    groups = [{"params": [(f"{kind}{i}", param) for i, param in enumerate(names[kind])]} for kind in names]
-    config = OptimizerConfig(muon_split_work=split)
-    world = dist.group.WORLD
-    ranks = ParallelGroups(data_parallel=world, grad_stats=world, expert_data_parallel=None)
-    inner = torch.optim.Muon(groups, lr=0.05)
-    optimizer = MixedPrecisionOptimizer(inner, config, groups=ranks, grads_are_scaled=True)
-    for _ in range(2):
-        for param in (*shared, *own):
-            param.grad = torch.randn(param.shape, generator=generator)
-        for param in own:
-            param.grad = param.grad + dist.get_rank() if param.grad is not None else None
-        assert bool(optimizer.step().success)
-    return dict(optimizer.main_params())
-
-
-def test_experts_are_each_ranks_own_work(ranks: RankPool) -> None:
-    """muon_split_work splits what replicas share, also where a param group has nothing else than experts."""
-    shared, alone = (ranks.run(2, _experts, split) for split in (True, False))
-    assert all(same(one, other) for one, other in zip(shared, alone, strict=True))
-    assert not same(*alone)

@@ -57,10 +57,10 @@ def _spread(value: Tensor, index: int, layout: str | None) -> Tensor:
     return distribute_tensor(value, mesh, placements[index % len(placements)], src_data_rank=None)
 
 
-def _wrap(params: list[nn.Parameter], dtype: torch.dtype, batched: bool = False) -> MixedPrecisionOptimizer:
+def _wrap(params: list[nn.Parameter], dtype: torch.dtype) -> MixedPrecisionOptimizer:
     inner = torch.optim.Muon([(f"w{index}", param) for index, param in enumerate(params)], lr=0.05)
     fp16 = dtype == torch.float16
-    config = OptimizerConfig(fp16=fp16, bf16=not fp16, clip_grad=0.5, muon_batched=batched)
+    config = OptimizerConfig(fp16=fp16, bf16=not fp16, clip_grad=0.5)
     return MixedPrecisionOptimizer(
         inner, config, ConstantGradScaler(64.0), grads_are_scaled=True, replicas_may_differ=True
     )
@@ -93,10 +93,10 @@ def _state(optimizer: MixedPrecisionOptimizer, params: list[nn.Parameter]) -> di
     return found | {f"momentum {index}": _whole(buffer).clone() for index, buffer in buffers.items()}
 
 
-def _both(layout: str, dtype: torch.dtype, batched: bool) -> tuple[bool, list[bool], dict[str, int]]:
+def _both(layout: str, dtype: torch.dtype) -> tuple[bool, list[bool], dict[str, int]]:
     """Train spread and whole. Returns whether all bits agree, what landed, and the collectives of a step."""
     spread, whole = _matrices(layout, dtype), _matrices(None, dtype)
-    ours, theirs = _wrap(spread, dtype, batched), _wrap(whole, dtype, batched)
+    ours, theirs = _wrap(spread, dtype), _wrap(whole, dtype)
     landed = _train(ours, spread, layout)
     assert landed == _train(theirs, whole, None)
     agree = same_bits(_state(ours, spread), _state(theirs, whole))
@@ -163,13 +163,12 @@ QUICK = [("rows", 2), ("2x2, cut twice", 4)]
     ("layout", "world"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
-@pytest.mark.parametrize("batched", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_bits_of_whole_matrices(ranks: RankPool, layout: str, world: int, batched: bool) -> None:
+def test_bits_of_whole_matrices(ranks: RankPool, layout: str, world: int) -> None:
     """However matrices are cut, also with pieces that are empty: main params, momentum and weights have the bits of
     whole ones; an overflow of any piece skips the step everywhere; messages do not grow with the matrices.
     """
     for dtype in (torch.float16, torch.bfloat16):
-        for agree, landed, counts in ranks.run(world, _both, layout, dtype, batched):
+        for agree, landed, counts in ranks.run(world, _both, layout, dtype):
             assert agree
             assert landed == [True, False, True, False, True]
             assert counts == {"allreduce_": 1, "alltoall_base_": MESSAGES.get(layout, 2)}

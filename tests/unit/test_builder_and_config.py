@@ -17,7 +17,7 @@ from tests.training import model
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     *(({name: value}, f"{name} must be True or False") for name in ("fp16", "bf16") for value in (1, None, "yes")),
     *(({one.name: 1}, f"{one.name} must be True or False") for one in fields(OptimizerConfig) if one.type is bool),
-    ({"muon_split_work": 1}, "muon_split_work must be True or False"),
+    ({"muon_nesterov": 1}, "muon_nesterov must be True or False"),
     ({"fp16": True, "bf16": True}, "fp16 and bf16 are both True; choose one"),
     *(
         ({name: value}, f"{name} must be")
@@ -104,7 +104,7 @@ DEFAULTS: dict[str, Any] = {
     **{"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "sgd_momentum": 0.9},
     **{"lion_beta1": 0.9, "lion_beta2": 0.99, "muon_momentum": 0.95, "muon_nesterov": True, "muon_num_ns_steps": 5},
     **{"muon_coefficient_type": "quintic", "muon_adjust_lr_fn": "original", "muon_adam_lr": None},
-    **{"muon_ns_dtype": None, "muon_batched": False, "muon_split_work": False},
+    "muon_ns_dtype": None,
 }
 
 

@@ -17,13 +17,11 @@ def _matrices(count: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(6, 8, dtype=torch.float16, device="cuda")) for _ in range(count)]
 
 
-def _train(device: FakeDevice, batched: bool) -> tuple[list[Record], list[Record], Record]:
+def _train(device: FakeDevice) -> tuple[list[Record], list[Record], Record]:
     few, many, others = _matrices(3), _matrices(6), _matrices(3)
-    records = [
-        take_steps(device, wrap(torch.optim.Muon(params), muon_batched=batched), params) for params in (few, many)
-    ]
+    records = [take_steps(device, wrap(torch.optim.Muon(params)), params) for params in (few, many)]
     give_grads(others)
-    graph = StepGraph(wrap(torch.optim.Muon(others), muon_batched=batched))
+    graph = StepGraph(wrap(torch.optim.Muon(others)))
     with device.watch() as replays:
         graph.replay()
     return records[0], records[1], replays
@@ -31,16 +29,11 @@ def _train(device: FakeDevice, batched: bool) -> tuple[list[Record], list[Record
 
 @pytest.mark.slow
 def test_muon_waits_for_nothing(on_device: OnDevice) -> None:
-    """Invariant 5: no host sync in any step, nor in a graph. A batch's products do not grow with its matrices."""
-    products = {}
-    for batched in (False, True):
-        few, many, graph = on_device(_train, batched)
-        assert [seen.syncs() for seen in (*few, *many, graph)] == [[]] * 9
-        counts = [
-            sum(n for name, n in seen[-1].operators().items() if "mm" in name.partition(".")[0]) for seen in (few, many)
-        ]
-        products[batched] = counts
-    assert products == {False: [3 * 15, 6 * 15], True: [15, 15]}
+    """Invariant 5: no host sync in any step, nor in a graph. A matrix costs three products an iteration."""
+    few, many, graph = on_device(_train)
+    assert [seen.syncs() for seen in (*few, *many, graph)] == [[]] * 9
+    for seen, count in ((few, 3), (many, 6)):
+        assert sum(n for name, n in seen[-1].operators().items() if "mm" in name.partition(".")[0]) == count * 15
 
 
 def _train_mixed(device: FakeDevice) -> list[Record]:

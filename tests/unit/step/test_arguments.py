@@ -220,8 +220,6 @@ INEFFECTIVE: list[tuple[dict[str, Any], MegatronGradScaler, str]] = [
     ({"muon_adjust_lr_fn": "match_rms_adamw"}, DYNAMIC, r"muon_adjust_lr_fn='match_rms_adamw' has no effect"),
     ({"muon_adam_lr": 0.5}, DYNAMIC, r"muon_adam_lr=0.5 has no effect: the AdamW has 0.001"),
     ({"muon_ns_dtype": torch.float32}, DYNAMIC, r"muon_ns_dtype=torch.float32 has no effect"),
-    ({"muon_split_work": True}, DYNAMIC, r"split_work=True has no effect: the AdamW has no such option; build the opt"),
-    ({"muon_batched": True}, DYNAMIC, r"muon_batched=True has no effect: the AdamW has no such"),
     ({"use_distributed_optimizer": True}, DYNAMIC, r"use_distributed_optimizer=True has no effect: a MixedPrecision"),
 ]
 
@@ -300,8 +298,6 @@ def test_fields_of_muon_are_compared_with_it() -> None:
         "muon_num_ns_steps": 6,
         "muon_adjust_lr_fn": "match_rms_adamw",
         "muon_ns_dtype": torch.float32,
-        "muon_batched": True,
-        "muon_split_work": True,
     }
     MixedPrecisionOptimizer(_muon(model(torch.float32)), OptimizerConfig(**agreed))
     for asked, has in (
@@ -312,9 +308,6 @@ def test_fields_of_muon_are_compared_with_it() -> None:
     ):
         with pytest.raises(ArgumentError, match=f"{next(iter(asked))}=.* has no effect: the Muon has {has};"):
             MixedPrecisionOptimizer(_muon(model(torch.float32)), OptimizerConfig(**asked))
-    module = nn.Linear(4, 3, bias=False)
-    with pytest.raises(ArgumentError, match=r"split_work=True .*: a DistributedOptimizer has False; whose ranks own"):
-        DistributedOptimizer(_muon(module), OptimizerConfig(muon_split_work=True), modules=module)
 
 
 def test_moments_and_overlap_without_effect() -> None:

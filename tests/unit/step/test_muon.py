@@ -132,23 +132,6 @@ def test_iterations_are_in_bf16_where_that_is_fast(avx512: bool, amx: bool, monk
     assert iteration_dtype(torch.device("cuda")) == torch.bfloat16
 
 
-@settings(max_examples=20, deadline=None)
-@given(shapes=MATRICES, polar=st.booleans())
-def test_batches_are_the_same_up_to_rounding(shapes: list[tuple[int, int]], polar: bool) -> None:
-    """Several matrices of a shape at once: the same updates, to bf16's rounding of products."""
-    options: dict[str, Any] = {"lr": 0.01, "ns_coefficients": POLAR_EXPRESS} if polar else {"lr": 0.01}
-    weights = []
-    for batched in (False, True):
-        params = _params([*shapes, shapes[0], shapes[0]])
-        config = OptimizerConfig(fp16=True, muon_batched=batched, muon_ns_dtype=torch.float32)
-        optimizer = _wrap(params, config, **options)
-        for seed in range(3):
-            _step(optimizer, params, seed)
-        weights.append([main.clone() for _, main in optimizer.main_params()])
-    for one, other in zip(*weights, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
 def test_state_goes_to_torch_and_back() -> None:
     """Torch's own state dict is read, and ours loads into another; training goes on with the same bits."""
     params, twins = _params([(4, 6), (5, 2)]), _params([(4, 6), (5, 2)])
