@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from tests.fake_device.device import why_not
 from tests.fake_device.process import OnDevice
-from tests.lanes import Weekly, day, left_for, mark_what_is_not_sampled, processes
+from tests.levels import DEFAULT, UNKNOWN_CASES, leave_to_slow, processes
 from tests.needs import missing
 from tests.pool import RankPool
 
@@ -26,9 +26,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Ranks have one thread each. What is compared with them bit by bit must be too: threads change how a matmul rounds.
 torch.set_num_threads(1)
 
-# An example may take long on a busy machine: tests count, they do not time.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# The same examples on any day. An example may take long on a busy machine: tests count, they do not time.
+settings.register_profile("same", deadline=None, derandomize=True, database=None)
+settings.register_profile("random", deadline=None, print_blob=True)  # .ci/release takes it, and prints its seed
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")
@@ -56,11 +57,6 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)  # nanobind's libraries count at the end what was not collected
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let one choose a day of the week: see tests/lanes.py."""
-    parser.addoption("--day", type=day, help="0 to 6: of the weekly tests, run those of this day only")
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run everything in several processes. A file's tests stay together: they share what its fixtures have made."""
@@ -74,22 +70,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Start the simulated device in one process, if its tests do not take minutes: see tests/scheduling.py."""
     from tests.scheduling import ByFile
 
-    are_quick = config.option.markexpr == "not slow"
+    are_quick = config.option.markexpr == DEFAULT
     return ByFile(config, log) if are_quick and config.option.dist == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Draw samples, and leave weekly tests to their day: see tests/lanes.py."""
-    mark_what_is_not_sampled(items)
-    chosen: int | None = config.getoption("day")
-    if chosen is not None:
-        left = set(left_for(chosen, items))
-        config.hook.pytest_deselected(items=[item for item in items if item in left])
-        items[:] = [item for item in items if item not in left]
-    for item in items:
-        if Weekly.of(item) is not None:
-            item.add_marker(pytest.mark.slow)
+    """Give each case its level: see tests/levels.py."""
+    config.stash[UNKNOWN_CASES] = leave_to_slow(items)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made

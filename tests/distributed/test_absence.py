@@ -59,7 +59,7 @@ def _left_out(how: str, culprits: set[int]) -> tuple[list[str], bool, bool]:
     return told, all(unchanged), _same_on_all(bag)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.default("clear_groups")
 @pytest.mark.parametrize("how", LEAVE_OUT)
 def test_parameters_that_one_rank_leaves_out_are_named(ranks: RankPool, how: str) -> None:
     """Invariants 7 and 10: all ranks raise, nothing has changed and nobody waits, at every step until it is mended."""
@@ -74,6 +74,7 @@ def test_parameters_that_one_rank_leaves_out_are_named(ranks: RankPool, how: str
             assert same
 
 
+@pytest.mark.default("freeze_one")
 @pytest.mark.parametrize("how", LEAVE_OUT)
 def test_parameters_that_all_ranks_leave_out_are_left_alone(ranks: RankPool, how: str) -> None:
     """The others are trained on, the same on all ranks."""

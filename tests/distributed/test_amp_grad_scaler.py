@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from megascale.amp import GradScaler
 from megascale.errors import UsageError
 from megascale.utils.dtensors import to_local
-from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -53,10 +53,8 @@ def _own_param(kind: str, inner: str, poisoned: list[int]) -> tuple[float, float
     return round(param[0].item(), 2), scaler.get_scale(), counter.host_reads if "fused" in inner else 0
 
 
-@pytest.mark.parametrize(
-    ("inner", "world"),
-    cases(OPTIMIZERS, [2, 4], quick=lambda inner, world: world == 2 and inner in ("adamw_fused", "sgd")),
-)
+@pytest.mark.default("adamw_fused-2", "sgd-2")
+@pytest.mark.parametrize(("inner", "world"), list(product(OPTIMIZERS, [2, 4])))
 def test_ranks_of_a_process_group_skip_together(ranks: RankPool, world: int, inner: str) -> None:
     """With inf on rank 1 alone, or on all at once, all skip, and all scales back off; fused, without a host read.
 
@@ -156,14 +154,9 @@ def _poison_everywhere(which: str, inner: str) -> list[tuple[Any, ...]]:
     return outcomes
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("whole-adamw_fused")
 @pytest.mark.parametrize(
-    ("which", "inner"),
-    cases(
-        ["whole", "nested", "crossing", "beside a group"],
-        ["adamw_fused", "sgd"],
-        quick=lambda which, inner: inner == "adamw_fused",
-    ),
+    ("which", "inner"), list(product(["whole", "nested", "crossing", "beside a group"], ["adamw_fused", "sgd"]))
 )
 def test_several_meshes_agree(ranks: RankPool, which: str, inner: str) -> None:
     """NaN in any parameter on any of four ranks, on meshes that nest, cross, or lie in a group: all ranks skip alike.
@@ -289,9 +282,9 @@ def _fsdp2(inner: str) -> tuple[list[Any], list[Any], float]:
     return scales[0], scales[1], far
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("2-adamw_fused")
 @pytest.mark.parametrize("inner", OPTIMIZERS)
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 4])
 def test_fsdp2_equals_one_process(ranks: RankPool, world: int, inner: str) -> None:
     """Under fully_shard, with overflows on single ranks, scales are those of torch's scaler in one process.
 

@@ -78,7 +78,6 @@ def _used(kind: str, moment: str) -> bool:
     return all(torch.allclose(value, expected[name], atol=1e-6) for name, value in weights(module).items())
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("moment", ["before backward", "instead of backward", "for some"])
 @pytest.mark.parametrize("kind", OVERLAP)
 def test_assigned_gradients_are_used(ranks: RankPool, kind: str, moment: str) -> None:
@@ -137,7 +136,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.default(
+    "sync at the end-frozen-True",
+    "sharded-after finish-False",
+    "sync at the end-sparse-True",
+    "sync at the end-after backward-False",
+)
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("kind", ["sync at the end", "sharded"])

@@ -166,7 +166,7 @@ def _fsdp2() -> list[bool]:
     return checks
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("2")
 @pytest.mark.parametrize("world", [2, 4])
 def test_fsdp2_averages(ranks: RankPool, world: int) -> None:
     """Of DTensors each rank averages its part: whole, bitwise a single process's, and a second sharded model takes it.

@@ -37,6 +37,12 @@ def _refused(cell: Cell, call: str) -> tuple[str, bool]:
     return message, optimizer.step().grad_norm.item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.default(
+    "bfloat16-zero1-fp32-norm of one",
+    "float16-zero1-compact-values",
+    "float32-zero1-fp32-norm, of the module",
+    "float16-zero1-fp32-norm",
+)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.layout == "zero1"], ids=str)
 def test_clipping_main_grads_by_hand_is_refused(cell: Cell, call: str, ranks: RankPool) -> None:

@@ -104,7 +104,7 @@ def test_blocks_do_not_depend_on_ranks(ranks: RankPool, sharding: str, sizes: tu
     [
         (("elements", 2), ("elements", 3)),
         *(
-            pytest.param(("elements", n), (sharding, m), marks=pytest.mark.weekly)
+            pytest.param(("elements", n), (sharding, m), marks=pytest.mark.release)
             for n in (1, 2, 3, 4)
             for sharding in ("elements", "parameters")
             for m in (1, 2, 4)
@@ -136,7 +136,7 @@ def _average(sharding: str, rule: str, directory: Path | None, first: int, last:
     return found, state
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["lion", "sgd"])
 def test_averages_do_not_depend_on_ranks(ranks: RankPool, tmp_path: Path, rule: str) -> None:
     """The momentum of Lion and SGD: shards train as one replica does, and what 2 ranks saved 3 and 1 load."""

@@ -19,7 +19,6 @@ from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerCo
 from megascale.main_params.gather_hooks import CompiledCall
 from megascale.step.host_update import HostUpdate
 from megascale.utils.dtensors import to_local
-from tests.cases import cases
 from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import bits_equal
@@ -180,16 +179,15 @@ def _reset() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("held", "way", "when"),
-    cases(
-        HELD,
-        WAYS,
-        ("before", "after"),
-        quick=lambda held, way, when: (way, when) in {("model", "after"), ("blocks in place", "before")},
-    ),
-)
+GRAPHS = [
+    (held, *how)
+    for held in HELD
+    for how in [("model", "after"), ("blocks in place", "before"), ("function", "after"), ("model in place", "before")]
+]
+
+
+@pytest.mark.default("offloaded-blocks in place-before")
+@pytest.mark.parametrize(("held", "way", "when"), GRAPHS)
 def test_graphs_stay_whole(ranks: RankPool, held: str, way: str, when: str) -> None:
     """A compiled model has the graphs that it has without the overlap, and the bits; step() waits for nothing.
 
@@ -241,7 +239,7 @@ def _parts_apart(held: str) -> bool:
     return all(map(bits_equal, _weights(reference), _weights(model)))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("held", HELD)
 def test_parts_apart(ranks: RankPool, held: str) -> None:
     """A part waits although the whole has waited in the step before, and the other way round."""

@@ -226,6 +226,7 @@ def test_compiled_steps_have_the_bits_of_others(ranks: RankPool, cell: Cell, way
     _check(way, ranks.run(cell.world_size, _compare, (way, backend), _wrapped, cell))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param("whole", marks=pytest.mark.slow), "alone"])
 def test_compiled_steps_of_a_chain(way: str) -> None:
     """A chain's steps; the scale is there once for both members."""

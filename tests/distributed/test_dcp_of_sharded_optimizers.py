@@ -14,7 +14,6 @@ from megascale import (
     DistributedOptimizer,
     MixedPrecisionOptimizer,
 )
-from tests.cases import cases
 from tests.distributed.test_dcp_state_dict import (
     FLAT,
     OPTIONS,
@@ -51,7 +50,7 @@ def _sharded_by_us(option: str) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.default("full")
 @pytest.mark.parametrize("option", ["sharded", "flat", "full", "full_from_rank_0"])
 def test_distributed_optimizer(ranks: RankPool, option: str) -> None:
     """A DistributedOptimizer's state dict is whole, on the host, and passes through the functions as it is."""
@@ -70,14 +69,8 @@ def _stateful_distributed_optimizer(folder: str, road: str, write: bool) -> dict
     return whole_state(optimizer)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "road",
-    cases(
-        ["state_dict_functions", "flattened_as_torchtitan", "plain_dict", "stateful"],
-        quick=lambda road: road in ("flattened_as_torchtitan", "plain_dict"),
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("road", ["state_dict_functions", "flattened_as_torchtitan", "plain_dict", "stateful"])
 def test_distributed_optimizer_through_dcp(ranks: RankPool, tmp_path: Path, road: str) -> None:
     """Saved at two ranks by ``dcp.save``, loaded at four and at one: the same state, to the bit."""
     saved = ranks.run(2, _stateful_distributed_optimizer, str(tmp_path), road, True)[0]

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from megascale import (
 )
 from megascale.errors import StateDictError
 from megascale.utils.dtensors import to_local
-from tests.cases import cases
 from tests.fsdp2_cases import Case, Net, Row, gathered_weights, train, unlike, whole, whole_state
 from tests.pool import RankPool
 from tests.training import bits_equal, model, set_grads
@@ -175,7 +175,7 @@ def test_saved_at_two_resumed_at_four_and_one(ranks: RankPool, tmp_path: Path, r
     _check_resume(ranks, CASES["fp16"], tmp_path, (4, 1, 2), [road])
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["fp32_params", "sgd_without_state"])
 def test_resume_in_other_precisions(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """fp32 parameters, which are their own main params, and an optimizer without state."""
@@ -243,19 +243,8 @@ def _round_trip(case: Case, option: str, steps: int) -> list[Any]:
     return [changed, same, weights if halves else unlike(gathered_weights(other), fresh), stepped, count]
 
 
-def _is_quick(name: str, option: str) -> bool:
-    return (name, option) in {
-        ("fp16", "sharded"),
-        ("fp16", "flat"),
-        ("fp32_params", "full"),
-        ("sgd_without_state", "full_from_rank_0"),
-    }
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("name", "option"), cases(["fp16", "fp32_params", "sgd_without_state"], OPTIONS, quick=_is_quick)
-)
+@pytest.mark.default("fp32_params-full")
+@pytest.mark.parametrize(("name", "option"), list(product(["fp16", "fp32_params", "sgd_without_state"], OPTIONS)))
 def test_state_dict_functions(ranks: RankPool, name: str, option: str) -> None:
     """Under every option what is got from one optimizer and set in another is the same state, to the bit.
 
@@ -268,7 +257,7 @@ def test_state_dict_functions(ranks: RankPool, name: str, option: str) -> None:
             assert (count == 0) == (option == "full_from_rank_0" and rank == 1)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("0")
 @pytest.mark.parametrize("steps", [0, 9])
 def test_state_dict_functions_on_an_optimizer_with_its_own_step(ranks: RankPool, steps: int) -> None:
     """An optimizer whose state appears at its first step is not stepped to make it appear."""
@@ -310,17 +299,8 @@ def _frozen_round_trip(kind: str, option: str, frozen: str, steps: tuple[int, in
     return [name for name in differ if "head.weight" not in name]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("kind", "option"),
-    cases(
-        FROZEN_KINDS,
-        OPTIONS,
-        quick=lambda kind, option: (
-            option == "full_from_rank_0" or (kind, option) == (next(iter(FROZEN_KINDS)), "sharded")
-        ),
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "option"), list(product(FROZEN_KINDS, OPTIONS)))
 def test_state_dict_functions_and_a_frozen_parameter(ranks: RankPool, kind: str, option: str) -> None:
     """A frozen parameter, frozen before or after it was trained, keeps what it has; all else resumes, the scaler too.
 
@@ -349,7 +329,7 @@ def _lost(option: str) -> list[Any]:
     return [str(caught.value), untouched, unlike(whole_state(resumed), whole_state(optimizer))]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("full_from_rank_0")
 @pytest.mark.parametrize("option", ["flat", "full_from_rank_0"])
 def test_state_that_torch_would_drop_is_missed(ranks: RankPool, option: str) -> None:
     """Where torch's functions take names from the live optimizer, which has no state yet, all ranks raise alike.
@@ -450,10 +430,8 @@ def _wrapped(kind: str) -> list[Any]:
     return found
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "kind", [pytest.param("compiled", marks=pytest.mark.slow), "activation_checkpointing", "renamed"]
-)
+@pytest.mark.default("renamed")
+@pytest.mark.parametrize("kind", ["compiled", "activation_checkpointing", "renamed"])
 def test_names_of_the_model(ranks: RankPool, kind: str) -> None:
     """``torch.compile``, activation checkpointing and optimizers without names: the model's names are used, bare."""
     for found in ranks.run(2, _wrapped, kind):

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import megascale.checkpoint
 from megascale.schedules import LandedLRScheduler
-from tests.cases import cases
 from tests.cells import CELLS, Cell, integers
 from tests.distributed.test_dcp_state_dict import ROADS, Load, Save, quiet
 from tests.fsdp2_cases import unlike, whole, whole_state
@@ -52,17 +51,11 @@ def _load_weights_first(folder: Path, module: nn.Module, optimizer: Any) -> None
 
 
 WAYS: dict[str, tuple[Save, Load]] = {**ROADS, "full_state_dict": (_save_whole, _load_whole)}
-_QUICK = {("replicated", "fp32"), ("zero1", "compact"), ("fsdp2", "fp32")}
-_IN_FULL = cases(
-    CELLS,
-    quick=lambda cell: cell.dtype == torch.float16 and (cell.layout, cell.state) in _QUICK,
-    rest=pytest.mark.slow,
-)
 Run = tuple[dict[str, Any], list[Tensor], list[float]]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("cell", _IN_FULL, ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.dtype == torch.float16], ids=str)
 def test_a_run_with_a_schedule_is_resumed_in_every_way(cell: Cell, ranks: RankPool, tmp_path: Path) -> None:
     """After landed and skipped steps, saved and loaded into a run that has just begun: the same state, types too, and
     the same bits and rates from there on. `dcp.load` raised that a number was expected for the rate and a tensor found.
@@ -116,7 +109,8 @@ def _resumed(cell: Cell, folder: str, way: str) -> tuple[Run, Run]:
     return _train(cell, run, range(0)), _train(cell, run, range(STEPS, STEPS + 2))
 
 
-@pytest.mark.parametrize("cell", _IN_FULL, ids=str)
+@pytest.mark.default("float16-replicated-fp32")
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.dtype == torch.float16], ids=str)
 def test_types_do_not_tell_how_long_a_run_is(cell: Cell, ranks: RankPool, tmp_path: Path) -> None:
     """Before the first step, after some, and after a load a state dict has the same keys, types and dtypes."""
     for new, run, loaded in ranks.run(cell.world_size, _types, cell, str(tmp_path)):

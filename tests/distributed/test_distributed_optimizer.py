@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.grad_sync import GradSync
 from megascale.utils.collectives import PROBE_TAG
-from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.pool import RankPool
 from tests.training import bits_equal
@@ -141,20 +141,10 @@ def _against_ddp(inner: str, dtype: torch.dtype, overlap: bool) -> list[Any]:
     return [logs, flat(ours.state_dict()), flat(theirs.state_dict()), weights(module), weights(twin)]
 
 
-def _is_quick_at_two(world: int, inner: str, dtype: torch.dtype, overlap: bool) -> bool:
-    return (overlap or dtype == torch.float16) if world == 2 else (inner, dtype) == ("adamw", torch.float16)
-
-
-@pytest.mark.sampled(4)
+@pytest.mark.default("2-adamw-dtype17-True")
 @pytest.mark.parametrize(
     ("world", "inner", "dtype", "overlap"),
-    cases(
-        [1, 2],
-        ["adamw", "sgd"],
-        [torch.float16, torch.bfloat16, torch.float32],
-        [False, True],
-        quick=_is_quick_at_two,
-    ),
+    list(product([1, 2], ["adamw", "sgd"], [torch.float16, torch.bfloat16, torch.float32], [False, True])),
 )
 def test_bits_of_the_replicated_optimizer(
     ranks: RankPool, world: int, inner: str, dtype: torch.dtype, overlap: bool
@@ -167,7 +157,7 @@ def test_bits_of_the_replicated_optimizer(
         assert same(module, twin)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("dampened")
 @pytest.mark.parametrize("inner", ["amsgrad", "dampened", "rmsprop"])
 def test_bits_of_other_optimizers(ranks: RankPool, inner: str) -> None:
     """Options with more state, and an optimizer that runs through its own step(), shard alike."""
@@ -177,9 +167,9 @@ def test_bits_of_other_optimizers(ranks: RankPool, inner: str) -> None:
         assert same(module, twin)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["adamw", "sgd"])
-@pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world", [3, 4])
 def test_near_ddp_on_more_ranks(ranks: RankPool, world: int, inner: str) -> None:
     """Invariant 3: where gloo's ring adds in another order, weights and state stay within 2**-18 of the largest."""
     for (ours_log, ddp_log), ours, theirs, _, _ in ranks.run(world, _against_ddp, inner, torch.float32, True):
@@ -208,14 +198,9 @@ def _against_replicated(inner: str, dtype: torch.dtype, clip_grad: float) -> lis
     return [logs, _apart(ours_state, their_state), ours_state]
 
 
-def _is_quick_at_any(world: int, inner: str, dtype: torch.dtype) -> bool:
-    return (world, inner, dtype) in {(3, "sgd", torch.bfloat16), (2, "adamw", torch.float16)}
-
-
-@pytest.mark.sampled(1)
+@pytest.mark.default("2-adamw-dtype4")
 @pytest.mark.parametrize(
-    ("world", "inner", "dtype"),
-    cases(SIZES, ["adamw", "sgd"], [torch.float16, torch.bfloat16], quick=_is_quick_at_any),
+    ("world", "inner", "dtype"), list(product(SIZES, ["adamw", "sgd"], [torch.float16, torch.bfloat16]))
 )
 def test_near_the_replicated_optimizer(ranks: RankPool, world: int, inner: str, dtype: torch.dtype) -> None:
     """Invariants 1 and 3: fp32 main grads, clipping, an inf on every rank in turn; skips, scales and zeros are equal.
@@ -264,10 +249,8 @@ def _poisoned(poison: float, micro_batches: int) -> list[Any]:
     return [skipped, optimizer.state_dict()["grad_scaler"], flat(optimizer.state_dict())]
 
 
-@pytest.mark.parametrize(
-    ("world", "poison"),
-    cases([2, 3], [math.inf, math.nan], quick=lambda world, poison: (world, poison) == (2, math.inf)),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "poison"), list(product([2, 3], [math.inf, math.nan])))
 def test_poison_in_any_bucket_skips_all(ranks: RankPool, world: int, poison: float) -> None:
     """Invariant 2: inf or NaN on any rank, in any bucket, in the first or last micro-batch: no bit changes anywhere."""
     results = ranks.run(world, _poisoned, poison, 3)
@@ -370,7 +353,7 @@ def _bytes() -> dict[str, float]:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.default("3")
 @pytest.mark.parametrize("world", SIZES)
 def test_bytes_of_state(ranks: RankPool, world: int) -> None:
     """Per parameter and rank: 2 of the model, 4 of the main grad, 12/d of main param and moments; padding aside."""
@@ -457,6 +440,7 @@ def _native() -> list[Any]:
     return logs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_collectives_of_the_backend(ranks: RankPool, world: int) -> None:
     """By reduce-scatter and all-gather of the backend, as with NCCL, steps are those by messages.

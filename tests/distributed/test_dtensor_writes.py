@@ -1,6 +1,7 @@
 """Weights that others write into DTensors, as FSDP2 and tensor parallelism hold them, are followed."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.main_params.main_param import MainParam
-from tests.cases import cases
 from tests.meshes import mesh_of
 from tests.pool import RankPool
 
@@ -102,13 +102,17 @@ def _written(way: str, parallelism: str, dtype: torch.dtype, remainders: bool) -
     return found, module.weight.full_tensor().float().mean().item(), untouched
 
 
+@pytest.mark.default(
+    "load_state_dict-FSDP2-form25", "local-FSDP2-form19", "load_state_dict-FSDP2-form24", "load_state_dict-FSDP2-form26"
+)
 @pytest.mark.parametrize(
     ("way", "parallelism", "form"),
-    cases(
-        WAYS,
-        ["FSDP2", "tensor parallel"],
-        [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)],
-        quick=lambda way, parallelism, form: way in ("load_state_dict", "local") and parallelism == "FSDP2",
+    list(
+        product(
+            WAYS,
+            ["FSDP2", "tensor parallel"],
+            [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)],
+        )
     ),
 )
 def test_writes_to_dtensors_are_followed(

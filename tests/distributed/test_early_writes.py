@@ -58,6 +58,7 @@ def _finish_and_clamp(optimizer: MixedPrecisionOptimizer, model: Given) -> None:
     _clamp(model)
 
 
+@pytest.mark.default("float32-zero1-parameters-fp32", "bfloat16-zero1-compact")
 @pytest.mark.parametrize("cell", SHARDED, ids=str)
 def test_a_write_after_the_gather_is_followed(cell: Cell, ranks: RankPool) -> None:
     """The bits of a run without overlap, where no weights are on their way."""
@@ -70,6 +71,7 @@ def _clamped_with_and_without_overlap(cell: Cell) -> tuple[list[Tensor], list[Te
     return _train(cell, lambda _, model: _clamp(model)), _train(cell, _finish_and_clamp, overlap_param_gather=True)
 
 
+@pytest.mark.default("float16-fsdp2-fp32")
 @pytest.mark.parametrize("cell", OFFLOADED, ids=str)
 def test_a_write_after_the_arrival_is_followed(cell: Cell, ranks: RankPool) -> None:
     """The bits of a run whose step() returns when weights have come from host memory."""
@@ -83,6 +85,7 @@ def _clamped_in_host_memory(cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
     return _train(cell, lambda _, model: _clamp(model), fields=waits), _train(cell, _finish_and_clamp, fields=OFFLOAD)
 
 
+@pytest.mark.default("float32-zero1-parameters-fp32-all ranks", "float16-zero1-compact-the last rank")
 @pytest.mark.parametrize("writers", ["all ranks", "the last rank"])
 @pytest.mark.parametrize("cell", SHARDED, ids=str)
 def test_a_write_before_the_gather_has_ended_is_refused(cell: Cell, writers: str, ranks: RankPool) -> None:
@@ -98,6 +101,7 @@ def test_a_write_before_the_gather_has_ended_is_refused(cell: Cell, writers: str
         assert norm > 0
 
 
+@pytest.mark.default("bfloat16-fsdp2-fp32", "float16-zero1-fp32", "float16-replicated-fp32")
 @pytest.mark.parametrize("cell", OFFLOADED, ids=str)
 def test_a_write_before_weights_have_arrived_is_refused(cell: Cell, ranks: RankPool) -> None:
     """Likewise where they come from host memory, replicated, sharded, or FSDP2's."""
@@ -166,6 +170,9 @@ def _clamped_alone(cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
     return runs[0], runs[1]
 
 
+@pytest.mark.default(
+    "float32-zero1-fp32", "bfloat16-replicated-compact", "float16-fsdp2-compact", "float32-replicated-fp32"
+)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_main_params_are_rounded_into_the_model_at_once(cell: Cell, ranks: RankPool) -> None:
     """A write into main params reached the model with the next step only. Now by a call, whole on every rank; of those

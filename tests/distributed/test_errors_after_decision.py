@@ -84,6 +84,7 @@ def _inner_step_fails(kind: str, culprit: int) -> tuple[str, str, list[bool]]:
     return type(caught.value).__name__, str(caught.value), [*rounded, landed, _same_on_all(bag)]
 
 
+@pytest.mark.default("replicated")
 @pytest.mark.parametrize("kind", ["replicated", "grad_sync", "sharded"])
 def test_error_of_the_optimizers_own_step_is_every_ranks(ranks: RankPool, kind: str) -> None:
     """Invariant 7: model params are whole, the next step raises on all ranks, and a load makes all of it good."""
@@ -230,6 +231,7 @@ def _cannot_step(kind: str, change: str, culprit: int) -> tuple[str, bool, bool]
     return str(caught.value), unchanged, bool(optimizer.step().success)
 
 
+@pytest.mark.default("lr-replicated", "square_avg-sharded", "weight_decay-grad_sync", "square_avg-replicated")
 @pytest.mark.parametrize("kind", ["replicated", "grad_sync", "sharded"])
 @pytest.mark.parametrize("change", ["lr", "weight_decay", "square_avg"])
 def test_what_torchs_step_cannot_use_is_found_before_the_decision(ranks: RankPool, change: str, kind: str) -> None:

@@ -1,6 +1,7 @@
 """Estimates beside what runs on 1, 2 and 4 ranks hold and write."""
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 
 from megascale import estimate
 from megascale.estimation import PRECISIONS, SHARDINGS
-from tests.cases import cases
 from tests.cells import Given
 from tests.estimation_cases import MATRICES, measure
 from tests.pool import RankPool
@@ -17,7 +17,6 @@ from tests.pool import RankPool
 # What the native backend holds; the torch backend makes tensors that it keeps.
 pytestmark = pytest.mark.native
 
-QUICK = {("fp16", "zero1", 2), ("bf16", "grad_sync", 2), ("fp32", "ddp", 2), ("fp16", "fsdp2", 2)}
 BF16 = torch.bfloat16
 PIECE_BYTES = 2_500
 """What a saved piece takes beside its elements, which an estimate leaves out."""
@@ -48,11 +47,8 @@ def compare(
     assert measured[0].checkpoint == pytest.approx(found.checkpoint, rel=0.02, abs=PIECE_BYTES * pieces)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("precision", "sharding", "world"),
-    cases(PRECISIONS, SHARDINGS, (1, 2, 4), quick=lambda *case: case in QUICK),
-)
+@pytest.mark.default("bf16-grad_sync-2")
+@pytest.mark.parametrize(("precision", "sharding", "world"), list(product(PRECISIONS, SHARDINGS, (1, 2, 4))))
 def test_estimate_is_what_a_run_needs(
     ranks: RankPool, tmp_path: Path, precision: str, sharding: str, world: int
 ) -> None:
@@ -60,7 +56,7 @@ def test_estimate_is_what_a_run_needs(
     compare(ranks, tmp_path, precision, sharding, "adamw", world, {})
 
 
-@pytest.mark.weekly
+@pytest.mark.release
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("optimizer", ["adam", "amsgrad", "sgd", "momentum", "lion"])
 def test_estimate_knows_the_optimizers(ranks: RankPool, tmp_path: Path, sharding: str, optimizer: str) -> None:
@@ -80,7 +76,7 @@ def test_estimate_knows_compact_state(ranks: RankPool, tmp_path: Path, sharding:
     compare(ranks, tmp_path, "bf16", sharding, "adamw", 2, options, WHOLE_GROUPS)
 
 
-@pytest.mark.weekly
+@pytest.mark.release
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_estimate_knows_muon(ranks: RankPool, tmp_path: Path, precision: str) -> None:
     """Matrices have one moment, all else has AdamW's two. On one rank, where no rank holds more than another."""

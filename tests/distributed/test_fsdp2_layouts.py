@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from tests.cases import cases
 from tests.fsdp2_cases import ByHand, Case, Row, train, whole
 from tests.pool import RankPool
 from tests.training import grad_of
@@ -77,24 +76,21 @@ FSDP2 = {
 }
 
 
-QUICK = ("fp16_params", "fp32_params_fp16_compute", "kept_whole_after_forward", "its_own_step")
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", cases(FSDP2, quick=lambda name: name in QUICK))
+@pytest.mark.default("fp32_params_fp16_compute")
+@pytest.mark.parametrize("name", FSDP2)
 def test_fsdp2_is_one_process(ranks: RankPool, name: str) -> None:
     """Two ranks, gradients reduced in fp32, an overflow in each quarter of the data: as fp32 masters by hand."""
     _check(ranks, FSDP2[name], 2, 18, EXACT, data_parallel=2)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("kept_whole_after_forward")
 @pytest.mark.parametrize("name", ["fp16_params", "fp32_params_bf16_compute", "kept_whole_after_forward"])
 def test_fsdp2_accumulates_without_reducing(ranks: RankPool, name: str) -> None:
     """``set_requires_gradient_sync(False)`` for all micro-batches but the last; one decision for the whole step."""
     _check(ranks, FSDP2[name], 2, 18, EXACT, data_parallel=2, micro=2)
 
 
-@pytest.mark.weekly
+@pytest.mark.release
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", FSDP2)
 def test_fsdp2_fifty_steps(ranks: RankPool, name: str, world: int) -> None:
@@ -102,6 +98,7 @@ def test_fsdp2_fifty_steps(ranks: RankPool, name: str, world: int) -> None:
     _check(ranks, FSDP2[name], world, 50, FIFTY, data_parallel=world)
 
 
+@pytest.mark.slow
 def test_fsdp2_reduces_in_fp16(ranks: RankPool) -> None:
     """``reduce_dtype`` left at fp16: FSDP2 rounds before, while and after it averages; the decision is the same.
 
@@ -134,7 +131,7 @@ def test_parallelize_module(ranks: RankPool, mesh: Any, world: int, data_paralle
     _check(ranks, Case(mesh=mesh, inner="momentum"), world, 18, Within(2e-3, 5e-5), data_parallel=data_parallel)
 
 
-@pytest.mark.weekly
+@pytest.mark.release
 @pytest.mark.parametrize(("mesh", "world", "data_parallel"), [(TP, 2, 1), (TP4, 4, 1), (FSDP_AND_TP, 4, 2)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_parallelize_module_fifty_steps(
@@ -164,7 +161,7 @@ def _one_bad_element(mesh: Any) -> list[Any]:
     return seen
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("hsdp")
 @pytest.mark.parametrize(("mesh", "world"), [(TP, 2), (FSDP_AND_TP, 4), (HSDP, 4)], ids=["tp", "fsdp_tp", "hsdp"])
 def test_one_inf_in_one_shard(ranks: RankPool, mesh: Any, world: int) -> None:
     """A single inf that one rank alone can see skips the step and halves the scale on every rank."""

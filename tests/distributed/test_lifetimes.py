@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from weakref import ref
 
@@ -20,7 +21,6 @@ from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.schedules import LandedLRScheduler
 from megascale.step.kernel_update import KernelUpdate
-from tests.cases import cases
 from tests.distributed.test_distributed_optimizer import INNER, batch, config_of, net, same, scaler, sharded, weights
 from tests.pool import RankPool
 
@@ -138,11 +138,10 @@ def _wait_until(done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize(
-    ("kind", "moment", "world_size"),
-    cases(MAKERS, DROPS, [1, 2], quick=lambda kind, moment, world_size: world_size == 2),
+@pytest.mark.default(
+    "overlapped-detached-2", "sharded-in prepare-2", "sync-between steps-2", "overlapped-after backward-2"
 )
+@pytest.mark.parametrize(("kind", "moment", "world_size"), list(product(MAKERS, DROPS, [1, 2])))
 def test_nothing_of_a_dropped_optimizer_stays(ranks: RankPool, kind: str, moment: str, world_size: int) -> None:
     """Hooks, main grads, main params, state, flat buckets and threads are gone, whenever it is dropped, and the model
     is whole: the hooks used to keep all of it for the life of the process.
@@ -186,15 +185,15 @@ def _trained_again(kind: str, module: nn.Module) -> dict[str, Tensor]:
     return weights(module)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("sync-1-between steps")
 @pytest.mark.parametrize(
     ("first", "world_size", "moment"),
     [
         ("sync", 1, "between steps"),
         ("overlapped", 2, "after backward"),
-        pytest.param("sync", 2, "after backward", marks=pytest.mark.slow),
-        pytest.param("overlapped", 1, "error in step", marks=pytest.mark.slow),
-        pytest.param("overlapped", 4, "between steps", marks=pytest.mark.slow),
+        ("sync", 2, "after backward"),
+        ("overlapped", 1, "error in step"),
+        ("overlapped", 4, "between steps"),
     ],
 )
 def test_a_second_stage_trains_as_on_a_fresh_model(ranks: RankPool, first: str, world_size: int, moment: str) -> None:
@@ -219,6 +218,7 @@ def _owned(first: str, second: str) -> list[Any]:
     return [str(caught.value)]
 
 
+@pytest.mark.default("overlapped-plain", "sync-sharded", "overlapped-sharded")
 @pytest.mark.parametrize("second", ["sync", "sharded", "plain"])
 @pytest.mark.parametrize("first", ["sync", "overlapped"])
 def test_parameters_that_are_owned_are_refused_by_name(ranks: RankPool, first: str, second: str) -> None:

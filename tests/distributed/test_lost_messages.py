@@ -193,6 +193,7 @@ def _wait_for_a_slow_rank() -> tuple[list[float], bool]:
     return arrived, asked >= 3
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for(ranks: RankPool) -> None:
     """Questions disturb nothing, and a healthy connection never ends a wait."""
     first, second = ranks.run(2, _wait_for_a_slow_rank)

@@ -6,6 +6,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable
+from itertools import product
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
 
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer
-from tests.cases import cases
 from tests.distributed.test_distributed_optimizer import Net, batch, config_of, same, scaler, weights
 from tests.distributed.test_lifetimes import MAKERS, _hooks_on, _train
 from tests.pool import RankPool
@@ -106,17 +106,9 @@ def _alone(made: nn.Module) -> None:
     assert not same(before, weights(made))
 
 
-def _is_quick(made: tuple[str, type[nn.Module]], how: str) -> bool:
-    return (
-        made == ("overlapped", Net)
-        or (made[1] is _Own and how == "pickle")
-        or (made[0] == "sync" and how == "deepcopy")
-    )
-
-
-@pytest.mark.sampled(4)
+@pytest.mark.default("made9-pickle", "made1-AveragedModel", "made4-ForkingPickler")
 @pytest.mark.parametrize(
-    ("made", "how"), cases([("overlapped", Net), ("overlapped", _Own), ("sync", Net)], COPIES, quick=_is_quick)
+    ("made", "how"), list(product([("overlapped", Net), ("overlapped", _Own), ("sync", Net)], COPIES))
 )
 def test_copies_are_whole_and_on_their_own(ranks: RankPool, made: tuple[str, type[nn.Module]], how: str) -> None:
     """A copy made while parameters are gathered waits for them. It has no hook of ours and trains alone; the original

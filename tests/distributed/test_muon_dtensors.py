@@ -155,14 +155,10 @@ def test_cuts_are_those_that_made_the_pieces(ranks: RankPool) -> None:
 
 
 CASES = [("rows", 2), ("columns", 2), ("some whole", 2), *((layout, 4) for layout in LAYOUTS)]
-QUICK = [("rows", 2), ("2x2, cut twice", 4)]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("layout", "world"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.default("rows-2")
+@pytest.mark.parametrize(("layout", "world"), CASES)
 def test_bits_of_whole_matrices(ranks: RankPool, layout: str, world: int) -> None:
     """However matrices are cut, also with pieces that are empty: main params, momentum and weights have the bits of
     whole ones; an overflow of any piece skips the step everywhere; messages do not grow with the matrices.

@@ -1,6 +1,7 @@
 """offload() and reload() over ranks: shards of both kinds, and DTensors of FSDP2."""
 
 import time
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from megascale.step.host_update import HostUpdate
 from megascale.utils import host_memory
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
-from tests.cases import cases
 from tests.distributed.test_distributed_optimizer import batch, flat, net, same, sharded, weights
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -51,7 +51,7 @@ def _shards(shard: str, overlap: bool) -> list[bool]:
     return [*seen, same(flat(ours.state_dict()), flat(theirs.state_dict()))]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("parameters-True")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("shard", ["elements", "parameters"])
 def test_shards(ranks: RankPool, shard: str, overlap: bool) -> None:
@@ -86,7 +86,7 @@ def _fully_sharded(options: dict[str, Any]) -> list[bool]:
     return [*seen, all(map(bits_equal, *([to_local(one) for one in own.parameters()] for own in (module, twin))))]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("remainders")
 @pytest.mark.parametrize("options", [{}, {"store_param_remainders": True}], ids=["fp32", "remainders"])
 def test_fsdp2(ranks: RankPool, options: dict[str, Any]) -> None:
     """The same of DTensors, whose local tensors go."""
@@ -150,19 +150,8 @@ AMOUNTS: dict[str, tuple[float, dict[str, Any]]] = {
 HOLDERS = ("synced", "elements", "parameters")
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("held", "way", "amount"),
-    cases(
-        HOLDERS,
-        WAYS,
-        AMOUNTS,
-        quick=lambda held, way, amount: (
-            way == "overlap" and (amount == "all" or (held, amount) == ("elements", "half of remainders"))
-        ),
-        rest=pytest.mark.slow,
-    ),
-)
+@pytest.mark.default("elements-overlap-half of remainders")
+@pytest.mark.parametrize(("held", "way", "amount"), list(product(HOLDERS, WAYS, AMOUNTS)))
 def test_in_host_memory(ranks: RankPool, held: str, way: str, amount: str) -> None:
     """optimizer_cpu_offload over ranks has the bits of the same life without; overlap: of what each can overlap."""
     fraction, stored = AMOUNTS[amount]
@@ -240,7 +229,7 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
     return [to_local(one) for one in tensors_in(saved)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("device-0.5-True-fp32")
 @pytest.mark.parametrize(
     "options",
     [{}, {"exp_avg_dtype": torch.bfloat16}, {"store_param_remainders": True}],
@@ -249,9 +238,9 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("way", "fraction", "prefetch"),
     [
-        pytest.param("wait", 1.0, False, marks=pytest.mark.slow),
+        ("wait", 1.0, False),
         ("overlap", 1.0, True),
-        pytest.param("overlap", 0.5, False, marks=pytest.mark.slow),
+        ("overlap", 0.5, False),
         ("device", 0.5, True),
     ],
 )

@@ -101,7 +101,7 @@ def _one_life(options: dict[str, Any], hops: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, CODES | HELD], ids=["fp32", "compact"])
 def test_checkpoints_travel(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """Offloaded on two ranks, plain on one, FSDP2, shards of both kinds, fractions: each has the bits of one life."""

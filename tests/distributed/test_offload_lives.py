@@ -1,13 +1,13 @@
 """Random lives on two ranks, with main params in host memory, have the bits of the same lives without."""
 
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cases import cases
 from tests.offload_lives import ACTIONS, Life, first_difference
 from tests.pool import RankPool
 
@@ -36,17 +36,15 @@ def _errors(held: str, folder: Path) -> list[str]:
 HOLDERS = ("synced", "elements", "parameters", "fsdp2")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("synced")
 @pytest.mark.parametrize("held", HOLDERS)
 def test_every_action_is_one(ranks: RankPool, held: str, tmp_path: Path) -> None:
     """No life is one of errors only: each action works among the others."""
     assert ranks.run(2, _errors, held, tmp_path) == [[]] * 2
 
 
-@pytest.mark.parametrize(
-    ("held", "seed"),
-    cases(HOLDERS, range(12), quick=lambda *case: case == ("parameters", 0)),
-)
+@pytest.mark.default("parameters-0")
+@pytest.mark.parametrize(("held", "seed"), list(product(HOLDERS, range(12))))
 def test_random_lives(ranks: RankPool, held: str, seed: int, tmp_path: Path) -> None:
     """Each way of holding parameters, with a seed's actions: loads and checkpoints among them."""
     stored: dict[str, Any] = ({}, HELD if held == "fsdp2" else COMPACT)[seed % 2]  # groups of 32 do not fit its parts

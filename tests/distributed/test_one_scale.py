@@ -69,6 +69,7 @@ def _differing(name: str, culprit: int, chained: bool) -> tuple[str, bool]:
     return message, all(map(torch.equal, module.parameters(), before))
 
 
+@pytest.mark.default("a loaded scale", "another first scale", "another window")
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_scaler_on_one_rank_is_every_ranks_error(ranks: RankPool, name: str) -> None:
     """Invariant 13: gradients that crossed from one rank to another would be divided by a scale that did not multiply

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from megascale.debug.gradients import GradWatch, WatchedParam
 from megascale.debug.reporting import _group_of
 from megascale.grad_sync import GradSync
 from megascale.parallel import ranks_of
-from tests.cases import cases
 from tests.meshes import mesh_of
 from tests.overflow_cases import POISON, SCALE, SETTINGS, Planted, owner_of_scale, rows_of, step
 from tests.pool import RankPool
@@ -61,10 +61,8 @@ def _expected(kinds: list[str], ranks: list[int]) -> list[list[Any]]:
     return expected
 
 
-@pytest.mark.parametrize(
-    ("setting", "backend"),
-    cases(SETTINGS, BACKENDS, quick=lambda setting, backend: backend == "native" and setting != "amp_fsdp2"),
-)
+@pytest.mark.default("ddp-native", "plain-native")
+@pytest.mark.parametrize(("setting", "backend"), list(product(SETTINGS, BACKENDS)))
 def test_planted_overflow_is_named(ranks: RankPool, setting: str, backend: str) -> None:
     """inf, NaN or both on one of four ranks: all name that rank's parameter, kind and counts, and nothing else."""
     kinds, bad = (list(POISON), [0, 1, 2, 3]) if backend != "native" else (["inf and nan"], [2])
@@ -177,8 +175,9 @@ def _collectives(setting: str) -> list[int]:
     return counts
 
 
+@pytest.mark.default("fsdp2", "ddp")
 @pytest.mark.native
-@pytest.mark.parametrize("setting", cases(SETTINGS, quick=lambda setting: setting in ("ddp", "fsdp2")))
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_clean_steps_send_nothing_more(ranks: RankPool, setting: str) -> None:
     """Invariant 8: as many collectives with reports as without, from forward to the end of the step."""
     for without, with_reports in ranks.run(2, _collectives, setting):

@@ -115,19 +115,8 @@ def _each_has_one_owner(optimizer: DistributedOptimizer, whole: dict[str, Tensor
     return sorted(every) == sorted((name, main.shape) for name, main in whole.items()) and is_elsewhere
 
 
-def _is_quick(inner: str, world: int) -> bool:
-    return (inner, world) in {("muon", 2), ("adafactor", 2)}
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("inner", "world"),
-    [
-        pytest.param(inner, world, marks=() if _is_quick(inner, world) else pytest.mark.weekly)
-        for inner in (*WHOLE, "adamw")
-        for world in SIZES
-    ],
-)
+@pytest.mark.default("adafactor-2")
+@pytest.mark.parametrize(("inner", "world"), [(inner, world) for inner in (*WHOLE, "adamw") for world in SIZES])
 def test_bits_of_the_unsharded_optimizer(ranks: RankPool, inner: str, world: int) -> None:
     """Invariants 2 and 3: main params, state and weights as unsharded; overflows on each rank in turn change no bit."""
     results = ranks.run(world, _against_unsharded, inner)
@@ -280,6 +269,7 @@ ELEMENTWISE = [(2, "parameters"), (3, "elements"), (2, "parameters"), (1, "repli
 OTHERS = [(2, "parameters"), (3, "parameters"), (1, "replicated"), (2, "parameters")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inner", "ways"),
     [

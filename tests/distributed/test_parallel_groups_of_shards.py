@@ -182,6 +182,7 @@ def _experts_by_hand() -> list[Any]:
     return [norms, {name: param.detach().clone() for name, param in params.items()}]
 
 
+@pytest.mark.default("chained")
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "chained"])
 def test_experts_have_a_group_of_their_own(ranks: RankPool, kind: str) -> None:
     """Experts' gradients are summed over their own group, divided by all of data parallel, counted once in the norm.

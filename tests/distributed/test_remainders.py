@@ -96,6 +96,7 @@ def _kinds(sharding: str, directory: Path) -> tuple[str, list[str]]:
     return str(saved.properties.dtype), [message_of(StateDictError, lambda: optimizer.load_state_dict(held))]
 
 
+@pytest.mark.default("parameters", "replicated")
 @pytest.mark.parametrize("sharding", ["replicated", "elements", "parameters"])
 def test_checkpoints_hold_remainders(ranks: RankPool, tmp_path: Path, sharding: str) -> None:
     """2 bytes a parameter. Without the weights beside them they are refused: they would be taken for numbers."""

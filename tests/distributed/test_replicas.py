@@ -210,7 +210,7 @@ def _synced(kind: str, dtype: torch.dtype) -> list[bool]:
     return landed
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.default("dtype1-grad_sync", "dtype0-hsdp")
 @pytest.mark.parametrize("kind", ["ddp", "grad_sync", "fsdp2", "hsdp"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_reduced_gradients_raise_no_alarm(ranks: RankPool, kind: str, dtype: torch.dtype) -> None:

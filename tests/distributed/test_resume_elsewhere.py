@@ -99,7 +99,7 @@ def _holds_codes(optimizer: MixedPrecisionOptimizer) -> bool:
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.default("bfloat16-zero1-fp32")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_run_goes_on_in_another_precision(cell: Cell, ranks: RankPool, tmp_path: Path) -> None:
     """From fp16, bf16 and fp32, by state dict and by checkpoint: main params round into the new weights, moments stay,
@@ -145,7 +145,7 @@ def _like(param: Tensor, whole_value: Tensor) -> Tensor:
     return torch.distributed.tensor.distribute_tensor(whole_value, param.device_mesh, param.placements)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.default("bfloat16-replicated-fp32")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_plain_optimizers_run_goes_on(cell: Cell, ranks: RankPool) -> None:
     """A plain AdamW's state dict, over weights of any dtype: its moments, in fp32, and the weights as main params.
@@ -235,7 +235,9 @@ def _with_other_names(cell: Cell, kind: str, turned: bool, folder: str) -> list[
     return wrong
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.default(
+    "bfloat16-replicated-fp32-one group-True", "float32-fsdp2-compact-two groups in another order-True"
+)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("kind", INNER)
 @pytest.mark.parametrize("cell", BY_POSITION, ids=str)
@@ -317,7 +319,7 @@ def _back_to_torch(cell: Cell) -> list[str]:
     return wrong + unlike(of_torch, _moments(optimizer))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.default("float32-replicated-compact", "float16-zero1-fp32")
 @pytest.mark.filterwarnings("ignore:load_state_dict")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_plain_optimizer_takes_over_and_gives_back(cell: Cell, ranks: RankPool) -> None:

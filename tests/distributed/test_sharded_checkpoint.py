@@ -160,7 +160,7 @@ def _resume(directory: Path) -> dict[str, Any]:
     return full(model, optimizer)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.default("1-False")
 @pytest.mark.parametrize(("world_size", "async_save"), [(1, False), (2, True), (3, False)])
 def test_resumed_training_is_bitwise_the_same(
     ranks: RankPool, tmp_path: Path, world_size: int, async_save: bool

@@ -11,7 +11,6 @@ from torch import nn
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer
 from megascale.checkpoint import Checkpointer
 from megascale.errors import CheckpointError, StateDictError
-from tests.cases import cases
 from tests.checkpoint_cases import differences, message_of
 from tests.distributed.test_distributed_optimizer import INNER, config_of, scaler
 from tests.distributed.test_sharded_checkpoint import BF16, FP16, Model, build, full, save
@@ -65,7 +64,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.default("shrunk")
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_added_removed_frozen_and_thawed_parameters(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """By name in the error, with nothing changed; or, not strict, listed, and all the rest is loaded."""
@@ -159,7 +158,8 @@ def _trained_scalars(inner: str) -> list[dict[str, Any]]:
     return [*states, shards.state_dict(), loaded.state_dict()]
 
 
-@pytest.mark.parametrize("inner", cases(SCALAR_KEEPERS, quick=lambda inner: inner in ("adamw", "asgd", "rmsprop")))
+@pytest.mark.default("adamw")
+@pytest.mark.parametrize("inner", SCALAR_KEEPERS)
 def test_state_of_scalar_parameters_is_sharded(ranks: RankPool, inner: str) -> None:
     """State of a 0-d parameter lies on the rank that holds it, a step count on each: trained before, and loaded."""
     for plain, shards, loaded, *later in ranks.run(2, _trained_scalars, inner):
@@ -179,7 +179,8 @@ def _reloaded_scalars(directory: Path, inner: str) -> list[str]:
     return differences(trained.state_dict(), loaded.state_dict())
 
 
-@pytest.mark.parametrize("inner", cases(SCALAR_KEEPERS, quick=lambda inner: inner in ("adamw", "asgd", "rmsprop")))
+@pytest.mark.default("adamw", "asgd")
+@pytest.mark.parametrize("inner", SCALAR_KEEPERS)
 def test_checkpoint_of_scalar_parameters_loads_into_a_fresh_optimizer(
     ranks: RankPool, tmp_path: Path, inner: str
 ) -> None:

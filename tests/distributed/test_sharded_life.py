@@ -120,7 +120,7 @@ def _loaded_weights(overlap: bool) -> list[bool]:
     return [kept, survived, moved, not main.any()]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("True")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_weights_that_others_write_are_followed(ranks: RankPool, overlap: bool) -> None:
     """Invariant 6: loading weights refreshes every rank's pieces; new storage moves back into the bucket."""
@@ -335,6 +335,7 @@ def _sixteen_bit_traffic() -> list[float]:
     return [(mine[key] - value).abs().max().item() for key, value in theirs.items() if key.startswith("main")]
 
 
+@pytest.mark.slow
 def test_sixteen_bit_traffic_is_close_to_fp32(ranks: RankPool) -> None:
     """reduce_dtype=fp16 halves what travels; weights stay within fp16's rounding of gradients."""
     for apart in ranks.run(3, _sixteen_bit_traffic):
@@ -402,7 +403,7 @@ def _loaded_state(overlap: bool) -> list[Any]:
     return [loaded, kept, all(bits_equal(value, expected[name]) for name, value in taken.items()), str(caught.value)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("False")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_loaded_state_reaches_every_rank(ranks: RankPool, overlap: bool) -> None:
     """Invariant 6: a load rounds each rank's pieces and gathers them; what is frozen here is named, or left alone."""

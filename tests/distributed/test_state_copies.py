@@ -1,6 +1,7 @@
 """Copies of ``optimizer.state`` that each rank writes by itself: they load on the ranks that wrote them."""
 
 import pickle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch.distributed as dist
 
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import StateDictError
-from tests.cases import cases
 from tests.fsdp2_cases import INNER, Case, Net, gathered_weights, train, unlike, whole_state
 from tests.pool import RankPool
 
@@ -64,10 +64,8 @@ def _round_trip(kind: str, reader: str) -> list[Any]:
     return [*found, unlike(whole_state(resumed), whole_state(optimizer))]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("kind", "reader"), cases(KINDS, READERS, quick=lambda kind, reader: (kind == "fsdp2") == (reader == READERS[1]))
-)
+@pytest.mark.default("8 bit-pickled")
+@pytest.mark.parametrize(("kind", "reader"), list(product(KINDS, READERS)))
 def test_each_rank_loads_its_own(ranks: RankPool, kind: str, reader: str) -> None:
     """Pieces of main params and moments, and the scaler, come back where they were; training goes on with all bits."""
     assert ranks.run(2, _round_trip, kind, reader) == [[[], [], []]] * 2
@@ -88,7 +86,7 @@ def _load_elsewhere(folder: str, kind: str) -> tuple[str, list[str]]:
     return str(caught.value), unlike(whole_state(optimizer), before)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("elements")
 @pytest.mark.parametrize("kind", ["elements", "parameters"])
 def test_on_other_ranks_the_error_names_the_pieces(ranks: RankPool, kind: str, tmp_path: Path) -> None:
     """Four ranks find files of two: the same error on all, before anything has changed."""

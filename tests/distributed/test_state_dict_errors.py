@@ -80,6 +80,7 @@ def _check(ranks: RankPool, kind: str, broken: str, action: str, expected: str) 
     assert other_is_kept
 
 
+@pytest.mark.default("hook-elements", "state-chain", "option-parameters", "groups-parameters")
 @pytest.mark.parametrize("kind", ["elements", "parameters", "chain"])
 @pytest.mark.parametrize("broken", SAVE_BREAKS)
 def test_state_that_one_rank_cannot_save_is_every_ranks_error(ranks: RankPool, kind: str, broken: str) -> None:

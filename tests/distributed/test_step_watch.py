@@ -135,6 +135,7 @@ MORE = [(2, "replicated"), (4, "replicated"), (1, "sharded"), (2, "sharded"), (1
 SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in MORE]
 
 
+@pytest.mark.default("4-sharded")
 @pytest.mark.parametrize(("world", "kind"), [*COLLAPSES, *SLOW])
 def test_collapse_ends_alike_on_all(ranks: RankPool, world: int, kind: str) -> None:
     """Gradients that always overflow, on one rank: two steps take the scale from 4 to 1, three are allowed there, and

@@ -208,7 +208,7 @@ EXAMPLES = settings(
 )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("with hooks")
 @pytest.mark.parametrize("options", SYNC_OPTIONS)
 @given(plan=plans())
 @EXAMPLES
@@ -263,6 +263,9 @@ RACY: dict[str, tuple[Callable[..., list[str]], Plan, dict[str, Any], str]] = {
 """For each of :data:`WITHOUT` a step that needs it, and what goes wrong."""
 
 
+@pytest.mark.default(
+    "every stream waits for a gather", "memory is kept for its streams", "scratch is held for its reader"
+)
 @pytest.mark.parametrize("name", RACY)
 def test_each_order_is_needed(ranks: RankPool, name: str) -> None:
     """The model finds the race where the library would not wait; and none where it does."""

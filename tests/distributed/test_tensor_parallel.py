@@ -121,7 +121,9 @@ def _dtensor(layout: str, inner: str) -> Any:
     return result.grad_norm.item(), result.num_zeros_in_grad.item(), expected_norm, expected_zeros, skipped, same
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.default(
+    "fsdp-4-sgd_momentum_fused", "replicated_first-2-sgd_momentum_fused", "two_dimensional-4-sign", "hsdp-4-adamw_fused"
+)
 @pytest.mark.parametrize("inner", ["adamw_fused", "sgd_momentum_fused", "sign"])
 @pytest.mark.parametrize(
     ("layout", "world"),

@@ -41,7 +41,7 @@ def test_one_node(tmp_path: Path) -> None:
     _output("one_node.sh", "1", "step=3", status=1)
 
 
-@pytest.mark.weekly(minutes=0.3)
+@pytest.mark.release
 def test_several_nodes_meet(tmp_path: Path) -> None:
     """Two launchers, as on two machines, find one another and train as one job."""
     arguments = ["2", "1", f"localhost:{free_port()}", *TINY, "steps=3", f"output_dir={tmp_path}"]
@@ -61,7 +61,7 @@ def test_options_of_several_nodes(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.weekly(minutes=1)
+@pytest.mark.release
 def test_elastic_goes_on_when_a_node_is_lost(tmp_path: Path) -> None:
     """One of two nodes dies without a word: the other starts again from the latest checkpoint and finishes alone."""
     arguments = [

@@ -168,7 +168,7 @@ def test_sharded_resume_is_bitwise_on_two_ranks(train: Train, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.weekly(minutes=0.3)), pytest.param(2, marks=pytest.mark.slow)]
+    "world_size", [pytest.param(1, marks=pytest.mark.release), pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_interrupt_saves_and_the_next_run_goes_on(train: Train, tmp_path: Path, world_size: int) -> None:
     """Ctrl-C (a SIGINT to everybody) saves the step and ends; the same command then finishes the run, bit for bit."""

@@ -40,6 +40,7 @@ def _step_of_another_model(cell: Cell) -> Told:
     return str(caught.value), kept, trained, bool(optimizer.step().success)
 
 
+@pytest.mark.default("float16-replicated-compact", "bfloat16-zero1-fp32", "float32-fsdp2-compact")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_an_optimizer_of_another_model_is_refused(cell: Cell, ranks: RankPool) -> None:
     """All cells exist: main grads of a DistributedOptimizer are zeros that no backward has made. Nothing has changed;

@@ -130,7 +130,7 @@ def test_a_run_goes_on_after_a_restart(layout: str, ranks: RankPool, tmp_path: P
     assert_resumed(ranks.run(4, resume_on_rank, *given, timeout=200), whole, to_the_end=False)
 
 
-@pytest.mark.weekly(minutes=0.5)
+@pytest.mark.release
 @pytest.mark.parametrize("worlds", WORLDS, ids=str)
 def test_a_run_goes_on_in_new_processes_of_another_number(
     worlds: tuple[int, int], ranks: RankPool, tmp_path: Path

@@ -319,7 +319,7 @@ def test_bf16_and_replicas_go_on_after_a_restart(
         assert same_bits(one[2], other[2])
 
 
-@pytest.mark.weekly(minutes=0.3)
+@pytest.mark.release
 @pytest.mark.parametrize("worlds", [(4, 2), (2, 4)], ids=str)
 def test_fsdp2_goes_on_in_new_processes_of_another_number(
     worlds: tuple[int, int], ranks: RankPool, tmp_path: Path

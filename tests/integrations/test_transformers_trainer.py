@@ -359,7 +359,7 @@ def test_a_run_goes_on_in_new_processes(ranks: RankPool, tmp_path: Path) -> None
         assert_resumed(fresh.results(timeout=120), whole, to_the_end=True)
 
 
-@pytest.mark.weekly(minutes=0.5)
+@pytest.mark.release
 @pytest.mark.parametrize("worlds", WORLDS, ids=str)
 def test_a_run_goes_on_in_new_processes_of_another_number(
     worlds: tuple[int, int], ranks: RankPool, tmp_path: Path

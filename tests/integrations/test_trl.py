@@ -135,7 +135,7 @@ def test_a_run_goes_on_in_new_processes(kind: str, ranks: RankPool, tmp_path: Pa
         assert_resumed(fresh.results(timeout=120), whole, to_the_end=True)
 
 
-@pytest.mark.weekly(minutes=0.6)
+@pytest.mark.release
 @pytest.mark.parametrize("worlds", WORLDS, ids=str)
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_a_run_goes_on_in_new_processes_of_another_number(

@@ -111,7 +111,7 @@ def test_a_run_goes_on_in_new_processes(model: str, ranks: RankPool, tmp_path: P
             assert same_bits(one["at_end"], other["at_end"])
 
 
-@pytest.mark.weekly(minutes=0.7)
+@pytest.mark.release
 @pytest.mark.parametrize("worlds", [(4, 2), (2, 4)], ids=str)
 def test_a_run_goes_on_in_new_processes_of_another_number(
     worlds: tuple[int, int], model: str, ranks: RankPool, tmp_path: Path

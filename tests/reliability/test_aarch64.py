@@ -15,7 +15,7 @@ from megascale.kernels.native import levels
 DRIVER = Path(__file__).with_name("native_threads.c")
 GCC, CROSS, EMULATOR = (shutil.which(name) for name in ("gcc", "aarch64-linux-gnu-gcc", "qemu-aarch64-static"))
 pytestmark = [
-    pytest.mark.weekly(minutes=0.5),
+    pytest.mark.release,
     pytest.mark.skipif(None in (GCC, CROSS, EMULATOR), reason="needs gcc, aarch64-linux-gnu-gcc, qemu-aarch64-static"),
 ]
 

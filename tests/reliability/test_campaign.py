@@ -12,7 +12,7 @@ from tests.reliability.file_faults import flipped_bytes, wrong_contents
 from tests.reliability.kills import UPDATING, kill_ranks, kill_under_torchrun
 from tests.reliability.rank_faults import poisons
 
-weekly = pytest.mark.weekly
+RELEASE = pytest.mark.release
 
 
 def _check(faults: Iterable[Fault], least: int) -> None:
@@ -21,7 +21,7 @@ def _check(faults: Iterable[Fault], least: int) -> None:
     assert len(found) >= least
 
 
-@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(10, marks=weekly(minutes=2))])
+@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(10, marks=RELEASE)])
 def test_killed_runs_end_with_the_same_bits(kills: int, tmp_path: Path, ranks: RankPool) -> None:
     """SIGKILL of a rank or of all at random moments of training and saving: each survivor ends with a named error, each
     checkpoint loads, and the run goes on to the bits of the one that was never killed.
@@ -30,7 +30,7 @@ def test_killed_runs_end_with_the_same_bits(kills: int, tmp_path: Path, ranks: R
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=weekly(minutes=5))])
+@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=RELEASE)])
 def test_kills_in_background_updates(kills: int, tmp_path: Path, ranks: RankPool) -> None:
     """SIGKILL in the middle of an update in host memory: the last checkpoint is whole, and the run goes on from it to
     the bits of one without offload that was never killed.
@@ -40,13 +40,13 @@ def test_kills_in_background_updates(kills: int, tmp_path: Path, ranks: RankPool
     assert sum(UPDATING in fault.fault for fault in found) >= kills
 
 
-@weekly(minutes=0.5)
+@pytest.mark.release
 def test_killed_runs_below_torchrun(tmp_path: Path, ranks: RankPool) -> None:
     """Torchrun starts all ranks again, twice, and the end is the same."""
     _check(kill_under_torchrun(2, 2, tmp_path, ranks), 2)
 
 
-@weekly(minutes=0.5)
+@pytest.mark.release
 def test_nan_is_skipped_or_named_on_all_ranks(ranks: RankPool) -> None:
     """NaN in data or gradients of one rank skips the step on all; NaN in a parameter is named on all."""
     _check(poisons(ranks), 3)
@@ -54,7 +54,7 @@ def test_nan_is_skipped_or_named_on_all_ranks(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("stride", "flips"),
-    [pytest.param(240, 50, marks=pytest.mark.slow), pytest.param(12, 1000, marks=weekly(minutes=2))],
+    [pytest.param(240, 50, marks=pytest.mark.slow), pytest.param(12, 1000, marks=RELEASE)],
 )
 def test_any_content_of_any_file(stride: int, flips: int, tmp_path: Path) -> None:
     """Flipped bits; missing, cut, foreign and pickled files in the place of each: a CheckpointError and no live bit
@@ -64,7 +64,7 @@ def test_any_content_of_any_file(stride: int, flips: int, tmp_path: Path) -> Non
     _check(wrong_contents(tmp_path / "contents"), 20)
 
 
-@weekly(minutes=0.5)
+@pytest.mark.release
 def test_disks_that_fail(tmp_path: Path, ranks: RankPool) -> None:
     """Full, read-only or gone during a save: one error on both ranks; the checkpoint before stays; later saves work."""
     if missing := disk_faults.why_not(tmp_path):
@@ -72,7 +72,7 @@ def test_disks_that_fail(tmp_path: Path, ranks: RankPool) -> None:
     _check(disk_faults.broken_disks(tmp_path / "disks", ranks), 6)
 
 
-@weekly(minutes=0.5)
+@pytest.mark.release
 def test_link_between_hosts_is_cut(tmp_path: Path) -> None:
     """Two network namespaces train through launch/multi_node.sh. Cut off, each ends and says so."""
     if missing := host_faults.why_not():

@@ -124,7 +124,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.weekly("restarts", minutes=3)
+@pytest.mark.release
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_rank_leaves_no_trace(tmp_path: Path, whole: Path, victim: int) -> None:
     """A rank is killed in mid-run and torchrun starts both again: the end is that of a run that nothing happened to.
@@ -144,7 +144,7 @@ def test_killed_rank_leaves_no_trace(tmp_path: Path, whole: Path, victim: int) -
     _check_log(tmp_path, STEPS, resumed)
 
 
-@pytest.mark.weekly(minutes=0.5)
+@pytest.mark.release
 def test_lost_node_leaves_fewer_ranks(tmp_path: Path) -> None:
     """One of two nodes is gone, launcher and rank: torchrun starts the other alone, and it goes on."""
     # Torchrun's own patience with a lost node is 15 s, with a late one 30 s.

@@ -128,7 +128,7 @@ tests.backend_machine, with parameters, gradients and state that move and change
 """
 
 
-@pytest.mark.weekly(minutes=5)
+@pytest.mark.release
 @pytest.mark.parametrize("library", WORK)
 def test_real_work_is_clean(library: str, watched: Watched) -> None:
     """All rules, dtypes, odd lengths, misaligned starts, strides, skipped steps and thread counts. Both programs run at
@@ -169,7 +169,7 @@ def faulty(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> "list[
         return list(pool.map(step, FAULTS))
 
 
-@pytest.mark.weekly("faulty libraries", minutes=3)
+@pytest.mark.release
 @pytest.mark.parametrize("index", range(len(FAULTS)), ids=[f"{name}: {report}" for name, _, _, report in FAULTS])
 def test_a_fault_is_reported(index: int, faulty: "list[subprocess.CompletedProcess[str]]") -> None:
     """The job can fail: copies that go beyond the last element, or whose numbers overflow, are reported."""
@@ -207,7 +207,7 @@ def _threads_with(sources: Path, folder: Path) -> "subprocess.CompletedProcess[s
     return _run([program], os.environ | {"TSAN_OPTIONS": "halt_on_error=1"})
 
 
-@pytest.mark.weekly(minutes=1)
+@pytest.mark.release
 def test_threads_do_not_race(threads: Path) -> None:
     """Statistics and updates by every rule, and chunks that threads take from one another: no race, and the same bits
     for any number of threads.
@@ -216,7 +216,7 @@ def test_threads_do_not_race(threads: Path) -> None:
     assert (done.returncode, done.stdout.splitlines()[-1], done.stderr) == (0, "the same results", "")
 
 
-@pytest.mark.weekly(minutes=0.5)
+@pytest.mark.release
 def test_a_race_is_reported(threads: Path) -> None:
     """The job can fail: where a share is read and written in two steps, chunks are taken twice."""
     old = "while (!__atomic_compare_exchange_n(&share->left, &left, rest, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));"

@@ -104,7 +104,7 @@ class _Oracle:
         assert bits_equal(averages.n_averaged, self.averaged.n_averaged)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.default("custom-True")
 @pytest.mark.parametrize(
     ("rule", "use_buffers"),
     # torch's get_swa_multi_avg_fn cannot average a count, such as BatchNorm's
@@ -137,6 +137,7 @@ def test_averages_are_those_of_landed_steps(rule: str, use_buffers: bool, skips:
         oracle.assert_equals(averages)
 
 
+@pytest.mark.default("default-False", "ema_multi-True", "swa-False", "custom-False")
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "swa_multi"])
 def test_no_host_read(rule: str, use_buffers: bool) -> None:
@@ -293,6 +294,7 @@ def test_recurrent_layers_are_lent_the_averages() -> None:
     assert not torch.equal(own, expected)
 
 
+@pytest.mark.default("2-False", "0-True", "4-False")
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("cut", [0, 1, 2, 4])
 def test_resume_is_bitwise(cut: int, use_buffers: bool, tmp_path: Any) -> None:

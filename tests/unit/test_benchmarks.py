@@ -42,7 +42,7 @@ def table(text: str) -> list[dict[str, str]]:
     return rows
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 def test_step_writes_whole_table_and_rounds(tmp_path: Path) -> None:
     """One command times all contenders on the same work; whoever cannot run has a row with the reason."""
     options = ("--backends", "reference,apex", "--only", "masters,torch amp,apex", "--out", str(tmp_path / "table.md"))
@@ -68,7 +68,7 @@ def test_step_writes_whole_table_and_rounds(tmp_path: Path) -> None:
     assert rounds == [(name, index) for name in expected if "apex" not in name for index in "01"]
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 def test_matrix_times_every_rule_beside_adamw(tmp_path: Path) -> None:
     """One row for every rule, dtype and moments that it has; bytes are those that its step must move."""
     chosen = ("--rules", "masters,adamw,amsgrad,sgd,lion", "--moments", "float32,bfloat16,bfloat16/float32")
@@ -100,7 +100,7 @@ def test_matrix_times_every_rule_beside_adamw(tmp_path: Path) -> None:
     assert turns == [(*key, str(turn)) for key in found for turn in range(6)]
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 def test_host_time_compares_checkouts(tmp_path: Path) -> None:
     """A row for every number of tensors, with gradients in place and moved; a column for each checkout."""
     out = tmp_path / "table.md"
@@ -119,7 +119,7 @@ def test_host_time_compares_checkouts(tmp_path: Path) -> None:
             assert 0 < float(least) <= float(median)
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 def test_slow_and_broken_contenders_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who takes longer than the limit, or fails, keeps a row with the reason, and the others go on."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -148,7 +148,7 @@ def test_everybody_follows_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (order(0, 0), order(1, 5), sorted(order(5, 7))) == ([], [0], list(range(5)))
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 def test_curves_compare_runs_of_one_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +192,7 @@ def test_pictures_are_what_the_programs_draw(
     assert 'width="100%"' not in text  # no background
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 def test_overflow_report_has_a_row_for_each_dtype(tmp_path: Path) -> None:
     """Steps with and without reports of a tiny GPT, in each dtype of gradients."""
     out = tmp_path / "table.md"
@@ -204,7 +204,7 @@ def test_overflow_report_has_a_row_for_each_dtype(tmp_path: Path) -> None:
     assert [row["gradients"] for row in table(out.read_text())] == ["float16", "bfloat16"]
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_checkpoint_benchmark_saves_all_ways(tmp_path: Path, ranks: str) -> None:
     """Every contender has a row for each number of tensors, and a ratio to torch.save."""
@@ -222,7 +222,7 @@ def test_checkpoint_benchmark_saves_all_ways(tmp_path: Path, ranks: str) -> None
     assert len(out.with_suffix(".csv").read_text().splitlines()) == 1 + 2 * 6 * 2
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 def test_muon_benchmark_has_the_same_weights_by_hand(tmp_path: Path) -> None:
     """Every contender has a row, and ends with the parameters of torch's own Muon by hand."""
     out = tmp_path / "table.md"
@@ -237,7 +237,7 @@ def test_muon_benchmark_has_the_same_weights_by_hand(tmp_path: Path) -> None:
     assert {row["difference"] for row in rows} == {"0"}
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 def test_certificate_compares_the_same_training(tmp_path: Path) -> None:
     """All states have a row for each task, and remainders end with the bits of fp32 states whose ties have moved."""
     out = tmp_path / "table.md"
@@ -254,7 +254,7 @@ def test_certificate_compares_the_same_training(tmp_path: Path) -> None:
     assert [row["from fp32 states, ties moved"] for row in weights] == ["0", "0"]
 
 
-@pytest.mark.weekly(minutes=2)
+@pytest.mark.release
 def test_two_checkouts_take_turns_with_all_states(tmp_path: Path) -> None:
     """Each rule, dtype and kind of states has a row, also SGD, which has no second moment to hold as codes."""
     out = tmp_path / "table.md"
@@ -274,7 +274,7 @@ def test_two_checkouts_take_turns_with_all_states(tmp_path: Path) -> None:
     assert [row["rule"] for row in table(out.read_text())] == others
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 def test_peers_of_8_bits_are_compared_with_ours(tmp_path: Path) -> None:
     """There is a row for each AdamW that is installed, and ratios are to ours."""
     out = tmp_path / "table.md"

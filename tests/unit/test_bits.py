@@ -17,7 +17,7 @@ def _by_torchs_kernels(name: str) -> bool:
     return life.inner in ("adamw", "adam", "amsgrad", "nesterov", "muon") and not life.fields.items() >= CODES.items()
 
 
-@pytest.mark.sampled(6, rest="slow")
+@pytest.mark.default("Adam with AMSGrad, ZeRO-1 by parameters, 16 bit-native")
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("name", LIVES)
 def test_lives_have_the_recorded_bits(name: str, backend: str, ranks: RankPool) -> None:
@@ -36,7 +36,7 @@ def test_lives_on_the_torch_backend(name: str, ranks: RankPool) -> None:
     _check(name, found, DECIDED if _by_torchs_kernels(name) else None)
 
 
-@pytest.mark.weekly(minutes=0.4)
+@pytest.mark.release
 @pytest.mark.parametrize("name", LIVES)
 def test_lives_on_triton(name: str, ranks: RankPool) -> None:
     """In Triton's interpreter, where there is no accelerator."""

@@ -276,6 +276,7 @@ BUILDERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.default("sharded build_optimizer", "DistributedOptimizer")
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_buffers_in_16_bit_are_warned_of(builder: str) -> None:
     """RoPE's frequencies, BatchNorm's statistics; once, at the caller's line; also where an optimizer is given no

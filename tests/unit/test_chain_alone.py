@@ -73,6 +73,12 @@ def _refused(cell: Cell, attempt: Attempt) -> tuple[str, bool, bool]:
     return str(caught.value), kept, bool(chain.step().success)
 
 
+@pytest.mark.default(
+    "float32-replicated-fp32-_second_half",
+    "bfloat16-fsdp2-fp32-_step_prepared",
+    "float16-zero1-fp32-_step",
+    "bfloat16-fsdp2-fp32-_prepare",
+)
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 @pytest.mark.parametrize("cell", FP32_STATE, ids=str)
 def test_one_of_a_chain_does_not_step(cell: Cell, attempt: Attempt, ranks: RankPool) -> None:

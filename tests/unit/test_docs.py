@@ -114,7 +114,7 @@ def test_example_runs_as_pasted(code: str, tmp_path: Path) -> None:
     _run_forked(code, tmp_path)
 
 
-@pytest.mark.weekly(minutes=0.1)
+@pytest.mark.release
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_example_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> None:
     """An example imports all that it needs."""

@@ -128,6 +128,7 @@ def test_numbers_of_parameters_as_models_are_called(text: str, numel: float) -> 
     assert model_of(text) == numel
 
 
+@pytest.mark.slow
 def test_a_hugging_face_config_is_built_by_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

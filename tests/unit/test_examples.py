@@ -88,7 +88,7 @@ def test_fsdp2_skips_on_all_ranks() -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.weekly(minutes=0.3)
+@pytest.mark.release
 def test_rl_gap_is_smaller_in_fp16() -> None:
     """Trainer and engine are nearer to each other in fp16 than in bf16, by more than two bits; the policy learns."""
     output = _start("rl_fp16.py", "--steps", "24")
@@ -127,7 +127,7 @@ def test_tutorial_shows_its_scripts() -> None:
     assert started == [*STAGES, STAGES[-1]]  # the last one twice: it resumes
 
 
-@pytest.mark.weekly(minutes=0.3)
+@pytest.mark.release
 def test_tutorial_learns_as_well_in_fp16() -> None:
     """Stages 1 and 2: the losses of fp16 are those of fp32 to 1 %, and not the same ones."""
     fp32, fp16 = (_losses(_start(f"tutorial/{stage}.py", ranks=0)) for stage in STAGES[:2])
@@ -136,7 +136,7 @@ def test_tutorial_learns_as_well_in_fp16() -> None:
     assert fp16 != fp32
 
 
-@pytest.mark.weekly(minutes=0.4)
+@pytest.mark.release
 def test_tutorial_learns_as_well_sharded() -> None:
     """Stages 3 and 4: sharded or not, two ranks learn alike."""
     replicated, sharded = (_losses(_start(f"tutorial/{stage}.py")) for stage in STAGES[2:4])

@@ -114,6 +114,7 @@ def _same_kind(scaler: DynamicGradScaler) -> DynamicGradScaler:
     )
 
 
+@pytest.mark.default("triton-20")
 @pytest.mark.parametrize(("name", "schedules"), [("reference", 200), ("native", 500), ("triton", 20)])
 def test_rule_equals_oracle_on_random_schedules(name: str, schedules: int) -> None:
     """The dynamic rule, both hysteresis modes: no difference from the oracle, on every backend with a rule of its own.
@@ -152,7 +153,7 @@ def test_fp64_products_are_torchs(name: str) -> None:
     assert num_differ > 0
 
 
-@pytest.mark.weekly(minutes=0.6)
+@pytest.mark.release
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("name", ["reference", "native"])
 def test_rule_equals_oracle_on_100_000_schedules(name: str, seed: int) -> None:

@@ -23,6 +23,7 @@ def _runs(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_hanging_child_of_a_job_is_killed_with_it() -> None:
     """A job that hangs in a child of another session: AssertionError in time, with its output, and all are dead."""
     started = time.monotonic()

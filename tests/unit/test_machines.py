@@ -47,7 +47,7 @@ PROBES = {
 }
 
 
-@pytest.mark.weekly(minutes=0.5)
+@pytest.mark.release
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("machine", machines.MACHINES)
 def test_what_a_machine_lacks_is_away(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def _same(a: Any, b: Any) -> bool:
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@pytest.mark.sampled(8, "slow")
+@pytest.mark.default("synced-both-dtype2")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("held", HELD)
@@ -101,6 +101,7 @@ def test_no_bit_changes(held: str, stored: str, dtype: torch.dtype) -> None:
     assert _same(module.state_dict(), twin_module.state_dict())
 
 
+@pytest.mark.default("sgd_dampening", "adamw_foreach", "sgd")
 @pytest.mark.parametrize("inner", ["adam_amsgrad", "lion", "sgd", "sgd_dampening", "adamw_foreach"])
 def test_other_optimizers(inner: str) -> None:
     """The same for other optimizers; and for one that runs its own step() on main params."""
@@ -166,6 +167,7 @@ def test_state_that_others_moved_stays_where_they_put_it() -> None:
     assert _same(optimizer.state_dict(), twin.state_dict())
 
 
+@pytest.mark.default("False-replicated-remainders", "True-synced-fp32")
 @pytest.mark.parametrize("stored", ["fp32", "remainders"])
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("read", [False, True])
@@ -184,6 +186,7 @@ def test_weights_loaded_meanwhile_reach_the_main_params(held: str, stored: str, 
     _step(module, optimizer, 1)
 
 
+@pytest.mark.default("replicated", "elements")
 @pytest.mark.parametrize("held", HELD)
 def test_what_needs_the_memory_is_refused(held: str) -> None:
     """step(), a backward into main grads, loading and new parameters raise an error that names reload()."""
@@ -220,6 +223,7 @@ def test_a_refused_step_changes_nothing() -> None:
     assert all(_same(mine[key], theirs[key]) for key in kept)
 
 
+@pytest.mark.default("elements")
 @pytest.mark.parametrize("held", ["synced", "elements", "parameters"])
 def test_main_grads_between_micro_batches(held: str) -> None:
     """Main grads that hold the sum of earlier micro-batches keep it; a new parameter group waits for reload()."""

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, StepResult
 from megascale.errors import UsageError
-from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.training import (
     INNER,
@@ -28,6 +28,7 @@ from tests.training import (
 )
 
 
+@pytest.mark.default("True-adam_maximize", "False-adam_amsgrad", "True-sgd_maximize", "True-sgd_momentum_fused")
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("count_zeros", [False, True])
 def test_step_reads_nothing_on_the_host(inner: str, count_zeros: bool) -> None:
@@ -173,13 +174,10 @@ def test_hooks_on_the_inner_optimizer_run() -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inner", "dtype"),
-    cases(
-        ["adamw_fused", "sgd_momentum_fused", "adamw_foreach"],
-        [torch.float16, torch.bfloat16],
-        quick=lambda inner, dtype: (inner, dtype) == ("adamw_fused", torch.float16),
-    ),
+    list(product(["adamw_fused", "sgd_momentum_fused", "adamw_foreach"], [torch.float16, torch.bfloat16])),
 )
 def test_small_updates_accumulate_like_fp64(inner: str, dtype: torch.dtype) -> None:
     """With an lr so small that 16-bit weights stand still, main params track fp64 to fp32 accuracy for 1,000 steps."""

@@ -151,6 +151,12 @@ ODD_PARAMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.default(
+    "zero tensor-unfrozen-sgd-reference",
+    "negative bit-built-adamw-native",
+    "imaginary part of a conjugate-added-sgd-torch",
+    "zero tensor-added-sgd-torch",
+)
 @pytest.mark.parametrize("backend", ["native", "torch", "reference"])
 @pytest.mark.parametrize("inner", ["adamw", "sgd"])
 @pytest.mark.parametrize("when", ["built", "added", "unfrozen"])

@@ -22,6 +22,7 @@ from megascale.utils.torch_names import NEWEST, OLDEST
 from megascale.version import VERSION
 
 ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])"
 
 
@@ -69,7 +70,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _build("wheel", source, tmp_path_factory.mktemp("wheel"))[0]
 
 
-@pytest.mark.weekly("wheels", minutes=3)
+@pytest.mark.release
 def test_source_distribution_and_wheel_are_whole(source: Path, wheel: Path) -> None:
     """The source distribution has every tracked file; the wheel made of it alone has every file of the package, and
     a library of native.c for each level of this kind of machine. It is for that machine, and for any Python.
@@ -95,7 +96,7 @@ def test_source_distribution_and_wheel_are_whole(source: Path, wheel: Path) -> N
     assert any(name.endswith("licenses/LICENSE") for name in packed)
 
 
-@pytest.mark.weekly("wheels", minutes=3)
+@pytest.mark.release
 @pytest.mark.parametrize("compiler", ["false", "surely-no-compiler", "gcc 'half"])
 def test_wheel_that_cannot_be_compiled_is_pure(compiler: str, source: Path, tmp_path: Path) -> None:
     """A compiler that fails, is not there or is no command: a wheel for any machine, and the build's log says so."""
@@ -134,7 +135,7 @@ def _trained(python: Path, folder: Path, **environment: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.weekly("wheels", minutes=3)
+@pytest.mark.release
 @pytest.mark.skipif(not levels.supported(), reason="no library is made for this kind of machine")
 def test_wheel_trains_the_same_bits_without_a_compiler(bare: Path, tmp_path: Path) -> None:
     """With no compiler on the machine the default is `native`, by the highest level's library; at each level, and as
@@ -178,14 +179,15 @@ def test_licence_is_named_where_tools_look() -> None:
 
 
 def test_workflow_runs_what_is_there() -> None:
-    """Commands and files that .github/workflows name exist in the repository."""
-    workflow = (ROOT / ".github" / "workflows" / "checks.yml").read_text()
-    named = set(re.findall(r"(?:\.\./)?((?:examples|\.ci)/\w+[\w.]*)", workflow))
-    assert named >= {".ci/run"}
+    """Commands and files that .github/workflows names exist in the repository."""
+    workflows = "".join(path.read_text() for path in WORKFLOWS)
+    named = set(re.findall(r"(?:\.\./)?((?:examples|\.ci)/\w+[\w.]*)", workflows))
+    assert named >= {".ci/run", ".ci/release"}
     assert {name for name in named if not (ROOT / name).exists()} == set()
-    assert "-c constraints.txt" in workflow
+    assert "-c constraints.txt" in workflows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [f"{OLDEST}.0", f"{NEWEST}.0"])
 def test_constraints_keep_the_torch_that_is_installed(tmp_path: Path, version: str) -> None:
     """README.md says so. It was replaced: constraints.txt pinned one version.
@@ -213,7 +215,7 @@ def test_checks_have_one_torch() -> None:
     [pin] = re.findall(r"^torch==(.+)$", (ROOT / ".ci/torch.txt").read_text(), flags=re.MULTILINE)
     assert TorchVersion(OLDEST) <= TorchVersion(pin) <= TorchVersion(f"{NEWEST}.99")
     assert "-c .ci/torch.txt torch\n" in (ROOT / ".ci/run").read_text()
-    workflow = (ROOT / ".github" / "workflows" / "checks.yml").read_text()
-    installs = [line for line in workflow.splitlines() if "/bin/pip install" in line]
-    assert len(installs) == 2
+    lines = [line for path in WORKFLOWS for line in path.read_text().splitlines()]
+    installs = [line for line in lines if "/bin/pip install" in line]
+    assert len(installs) == 3
     assert all("-c .ci/torch.txt" in line for line in installs)

@@ -41,7 +41,7 @@ def _run(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=120, **options)
 
 
-@pytest.mark.weekly(minutes=0.1)
+@pytest.mark.release
 @pytest.mark.parametrize("program", PROGRAMS, ids=" ".join)
 def test_version_and_help(program: list[str]) -> None:
     """Every program, and every command of one, tells its version and how it is called."""
@@ -189,7 +189,7 @@ def test_missing_extra_is_named_with_its_pip_command(
     assert said == (f"megascale.train: this needs {module}, which is not installed: pip install 'megascale[train]'\n")
 
 
-@pytest.mark.weekly(minutes=0.3)
+@pytest.mark.release
 def test_reader_of_the_output_goes_away(tmp_path: Path) -> None:
     """`| head`: what lists ends without a traceback; a training run goes on to its end, and drops what it prints."""
     megascale.checkpoint.save(tmp_path / "saved", 3, *build(0))
@@ -279,6 +279,7 @@ def test_refusals_name_what_the_user_typed(
     assert "Traceback" not in shown
 
 
+@pytest.mark.slow
 def test_another_task_under_the_same_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run folder holds another task's model: both tasks are named, before any parameter is compared."""
     options = [f"output_dir={tmp_path}", "wandb_name=run"]

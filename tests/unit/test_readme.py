@@ -42,6 +42,7 @@ def _run(code: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(_blocks("python"))))
 def test_example_runs_as_pasted(index: int, printed: dict[str, str]) -> None:
     """Every Python example of the page runs in a fresh interpreter, alone."""

@@ -23,7 +23,9 @@ def _overwritten(options: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in own.items() if key in options and key not in moving}
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.default(
+    "cyclic_momentum-load_state_dict", "lambda-program", "step-load_state_dict", "cyclic-load_state_dict"
+)
 @pytest.mark.parametrize("how", ["program", "load_state_dict"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_options_that_others_set_stay(name: str, how: str) -> None:
@@ -74,7 +76,7 @@ ATTRIBUTES: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.default("swa-wrapper", "warm_restarts-schedule", "one_cycle-schedule", "linear-wrapper")
 @pytest.mark.parametrize("through", ["wrapper", "schedule"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_attributes_reach_the_schedule_and_stay(name: str, through: str) -> None:
@@ -179,6 +181,9 @@ def test_methods_that_are_replaced_are_the_wrappers() -> None:
     assert len(calls) == schedule.last_epoch == 1
 
 
+@pytest.mark.default(
+    "float32-fsdp2-compact", "bfloat16-zero1-fp32", "float16-replicated-compact", "float32-zero1-compact"
+)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_options_stay_in_every_cell(cell: Cell, ranks: RankPool) -> None:
     """A skipped step, then weight decay 0.0 and a longer schedule: both are there after the next step."""

@@ -52,6 +52,7 @@ def test_arguments_are_checked() -> None:
         StepGraph(wrap(model()), lambda: None, warmup=0)
 
 
+@pytest.mark.default("sgd_dampening-reference", "adamw_fused-torch", "lion-native", "adamw_fused-reference")
 @pytest.mark.parametrize("backend", ["reference", "torch", "native"])
 @pytest.mark.parametrize("inner", ["adamw_fused", "sgd_dampening", "lion"])
 def test_rehearsal_changes_nothing(inner: str, backend: str) -> None:

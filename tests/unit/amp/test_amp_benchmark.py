@@ -10,7 +10,7 @@ from tests.unit.test_benchmarks import run, table
 TORCH = "unscale_, clip_grad_norm_, step, update"
 
 
-@pytest.mark.weekly(minutes=0.2)
+@pytest.mark.release
 def test_amp_writes_whole_table_and_rounds(tmp_path: Path) -> None:
     """One command: torch's loop and ours on equal tensors, no host reads, the same bits without the helper."""
     text = run("amp.py", "--out", str(tmp_path / "amp.md"))

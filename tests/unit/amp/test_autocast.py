@@ -102,7 +102,7 @@ def test_decorator_follows_the_choice_at_every_call() -> None:
     assert "within regions" in (_Decorated.forward.__doc__ or "")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("False")
 @pytest.mark.parametrize("decorated", [False, True])
 def test_compiled_functions_follow_the_choice(decorated: bool) -> None:
     """Under torch.compile a region takes the dtype of the moment: it is traced anew when that changes.

@@ -3,7 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megascale.amp import GradScaler
-from tests.cases import cases
 from tests.training import bits_equal
 
 Scaler = torch.amp.GradScaler
@@ -340,16 +339,9 @@ CASES = [(name, True) for name in SCENARIOS] + [
 ]
 
 
-@pytest.mark.sampled(35)
+@pytest.mark.default("case199-adamw_foreach", "case120-sgd_fused", "case5-adagrad_fused", "case0-sgd")
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-@pytest.mark.parametrize(
-    ("case", "optimizer"),
-    cases(
-        CASES,
-        OPTIMIZERS,
-        quick=lambda case, optimizer: case[0] == "typical" or optimizer in ("adamw_foreach", "sgd_fused"),
-    ),
-)
+@pytest.mark.parametrize(("case", "optimizer"), list(product(CASES, OPTIMIZERS)))
 def test_same_bits_as_torch(case: tuple[str, bool], optimizer: str) -> None:
     """Every training pattern of the torch.amp examples gives torch's bits: params, gradients, state, scale, tracker."""
     scenario, enabled = case
@@ -430,7 +422,7 @@ def test_any_schedule_gives_torchs_bits(steps: list[dict[str, Any]], **settings:
     _check_schedule(steps, **settings)
 
 
-@pytest.mark.weekly(minutes=1)
+@pytest.mark.release
 @settings(max_examples=1000, deadline=None)
 @ANY_SCHEDULE
 def test_many_schedules_give_torchs_bits(steps: list[dict[str, Any]], **settings: Any) -> None:

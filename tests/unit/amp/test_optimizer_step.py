@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,6 @@ from megascale import (
 )
 from megascale.amp import GradScaler, optimizer_step
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError
-from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.training import INNER, Bag, Inner, Sign, Tiny, bits_equal, grad_of, model, same_bits, snapshot
 
@@ -106,6 +106,7 @@ def _check_same(ours: Trace, theirs: Trace, *, bitwise: bool) -> None:
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.default("sgd_momentum_fused-value", "sgd-none", "adamw_fused-norm", "adamw_foreach-both")
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_torchs_loop(kind: str, clipping: str) -> None:
@@ -128,10 +129,8 @@ def test_torchs_own_scaler_runs_torchs_own_loop(clipping: str) -> None:
     _check_same(ours, _looped(INNER["adamw_fused"], *CLIPPINGS[clipping], _torchs()), bitwise=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "clipping"),
-    cases(KINDS, CLIPPINGS, quick=lambda kind, clipping: clipping == "both" or kind == "adamw_fused"),
-)
+@pytest.mark.default("sgd-both", "adamw_fused-none", "own-both", "sgd_momentum_fused-both")
+@pytest.mark.parametrize(("kind", "clipping"), list(product(KINDS, CLIPPINGS)))
 def test_reads_nothing_with_optimizers_that_skip_on_the_device(kind: str, clipping: str) -> None:
     """With a fused optimizer the host reads nothing, and no pass unscales; any other costs the one read to skip."""
     module = model(torch.float32)
@@ -147,13 +146,10 @@ def test_reads_nothing_with_optimizers_that_skip_on_the_device(kind: str, clippi
         assert kind not in FUSED or own.host_reads == 0
 
 
+@pytest.mark.default("adamw_fused-scaler1", "adamw_foreach-None", "sgd-None", "adamw_fused-scaler2")
 @pytest.mark.parametrize(
     ("kind", "scaler"),
-    cases(
-        KINDS,
-        [None, GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", enabled=False)],
-        quick=lambda kind, scaler: scaler is None or kind == "adamw_fused",
-    ),
+    list(product(KINDS, [None, GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", enabled=False)])),
 )
 def test_without_a_scaler_overflows_are_skipped_all_the_same(kind: str, scaler: torch.amp.GradScaler | None) -> None:
     """None or a disabled scaler: the loss is not scaled; a NaN leaves every bit alone, where torch's loop is lost."""
@@ -282,10 +278,8 @@ Wrapper = MixedPrecisionOptimizer | ChainedOptimizer
 WRAPPERS: dict[str, Callable[[nn.Module], Wrapper]] = {"mixed": _mixed, "distributed": _sharded, "chained": _chained}
 
 
-@pytest.mark.parametrize(
-    ("kind", "clipping"),
-    cases(WRAPPERS, CLIPPINGS, quick=lambda kind, clipping: clipping in ("none", "both") or kind == "mixed"),
-)
+@pytest.mark.default("mixed-norm", "distributed-both")
+@pytest.mark.parametrize(("kind", "clipping"), list(product(WRAPPERS, CLIPPINGS)))
 def test_wrapped_optimizers(kind: str, clipping: str) -> None:
     """Bitwise what their own calls do, without a host read; the norm of the config counts again afterwards."""
     norm, value = CLIPPINGS[clipping]

@@ -8,6 +8,7 @@ and several GPUs per process are not here: they change nothing for autocast and 
 import contextlib
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +19,6 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.nn.parallel import DistributedDataParallel
 
 import megascale.amp
-from tests.cases import cases
 from tests.pool import RankPool
 from tests.training import bits_equal
 
@@ -298,7 +298,6 @@ def _check_same(ours: Trace, theirs: Trace) -> None:
         assert bits_equal(mine, other) if isinstance(other, Tensor) else mine == other
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PATTERNS)
@@ -340,9 +339,8 @@ def _distributed_both(fused: bool, accumulate: int) -> tuple[Trace, Trace]:
     return _distributed(OURS, fused, accumulate), _distributed(TORCH, fused, accumulate)
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "fused"), cases([1, 2], [True, False], quick=lambda accumulate, fused: (accumulate == 2) == fused)
-)
+@pytest.mark.default("1-False", "2-True")
+@pytest.mark.parametrize(("accumulate", "fused"), list(product([1, 2], [True, False])))
 def test_distributed_data_parallel(ranks: RankPool, fused: bool, accumulate: int) -> None:
     """Two gloo ranks, with and without accumulation under ``no_sync``; an overflow on rank 1 skips on both."""
     results = ranks.run(2, _distributed_both, fused, accumulate)

@@ -152,6 +152,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+@pytest.mark.default("boxes that overlap, with a gap", "two kinds", "before the file", "no size")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_manifest_that_does_not_fit(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Whatever a manifest says, with its checksum made to fit: a named error, or what was saved; no bit has changed."""

@@ -145,6 +145,7 @@ def _outcomes(device: FakeDevice, held: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", WITH_SLOW)
 def test_a_write_that_nobody_counts(on_device: OnDevice, held: str) -> None:
     """Through ``grad.data``: if the gradient has travelled before, nothing is updated, and the next step says so."""
@@ -238,6 +239,7 @@ def _differing(device: FakeDevice) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_new_parameter(on_device: OnDevice) -> None:
     """A step that takes in a new parameter when gradients have travelled makes all copies again: no bit differs."""
     assert on_device(_differing) == []

@@ -97,6 +97,7 @@ def _bytes_held(device: FakeDevice, overlap: bool, sharded: bool) -> float:
     return device.take_most_bytes() / (COUNT * width * width)
 
 
+@pytest.mark.default("False-4.1-True", "True-6.6-True")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("sharded", "most"), [(False, 4.1), (True, 6.6)])
 def test_what_the_device_holds(on_device: OnDevice, overlap: bool, sharded: bool, most: float) -> None:
@@ -226,11 +227,8 @@ CASES: list[tuple[str, str, dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("inner", "held", "stored", "overlap"),
-    [pytest.param(*case, marks=() if case[3] and case[2] in ({}, REMAINDERS) else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.default("adamw-parameters-stored7-True", "adamw-replicated-stored10-True")
+@pytest.mark.parametrize(("inner", "held", "stored", "overlap"), CASES)
 def test_loaded_state_goes_where_state_lives(
     on_device: OnDevice, inner: str, held: str, stored: dict[str, Any], overlap: bool
 ) -> None:
@@ -242,8 +240,8 @@ def test_loaded_state_goes_where_state_lives(
 DEVICE: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("stored", [{}, pytest.param(CODES, marks=pytest.mark.slow)], ids=["fp32", "codes"])
+@pytest.mark.default("fsdp2-fp32")
+@pytest.mark.parametrize("stored", [{}, CODES], ids=["fp32", "codes"])
 @pytest.mark.parametrize("held", [*WHOLE, "elements", "parameters"])
 def test_state_that_visits_the_device(on_device: OnDevice, held: str, stored: dict[str, Any]) -> None:
     """The device updates it, and it lives in host memory between steps: bits are those without offload."""

@@ -33,14 +33,9 @@ from tests.fake_device.lives import (
 from tests.fake_device.orders import RUNS, differing, differs, noticed, waits_of
 from tests.fake_device.process import OnDevice
 
-QUICK = {f"replicated, {name}" for name in ("overlap", "visits", "clipped", "last")}
-QUICK |= {"codes", "fraction"}
-"""The lives that the default run draws from; each of the others runs on one day of the week."""
 
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.weekly) for name in LIVES]
+    "name", [pytest.param(name, marks=() if name == "replicated, overlap" else pytest.mark.release) for name in LIVES]
 )
 def test_no_bit_differs(on_device: OnDevice, name: str) -> None:
     """Steps, overflows, clipping, accumulation, readers: in each order of streams the bits of a life without it."""
@@ -57,7 +52,7 @@ def _random_lives(device: FakeDevice, held: str, seed: int) -> list[tuple[Life, 
     return differing(device, lived, lives)
 
 
-@pytest.mark.weekly(minutes=0.1)
+@pytest.mark.release
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("held", HELD)
 def test_random_lives(on_device: OnDevice, held: str, seed: int) -> None:
@@ -81,10 +76,8 @@ WAITS = {
 """The functions of the offload's way that wait for a device, and a life that goes wrong without."""
 
 
-@pytest.mark.sampled(2, "slow")
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=pytest.mark.slow if "streamed" in key else ()) for key in WAITS]
-)
+@pytest.mark.default("main_params.weight_arrivals _wait")
+@pytest.mark.parametrize("key", WAITS)
 def test_each_wait_is_needed(on_device: OnDevice, key: str) -> None:
     """Without one wait, bits differ in some order: removing it from the library makes this file fail."""
     found = on_device(noticed, lived, WAITS[key], key)
@@ -118,6 +111,7 @@ def _all_lines(device: FakeDevice) -> set[str]:
     return {line.split(" ")[0] for life in WAITS.values() for line in waits_of(device, lived, life)}
 
 
+@pytest.mark.slow
 def test_every_wait_of_the_source_is_among_them(on_device: OnDevice) -> None:
     """A wait that is added to the offload's way is looked at here too."""
     in_source = {line for module in MODULES for line in _waits_in(module)}
@@ -140,6 +134,7 @@ def _without_begin(device: FakeDevice, held: str) -> list[tuple[str, int]]:
         return [run for run in RUNS if differs(device, lived, life, expected, run)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [pytest.param("elements", marks=pytest.mark.slow), "parameters"])
 def test_a_bucket_waits_for_its_shard(on_device: OnDevice, held: str) -> None:
     """A module whose gather has not begun would use old weights: forward begins it."""

@@ -183,13 +183,10 @@ LIVES: dict[str, Life] = {
     },
     "bf16 travels": Life("bf16 travels", OVERLAP),
 }
-QUICK = {"synced, overlap", "elements ahead, overlap", "fsdp2, overlap"}
-"""The lives that the default run draws from; each of the others runs on one day of the week."""
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.weekly) for name in LIVES]
+    "name", [pytest.param(name, marks=() if name == "synced, overlap" else pytest.mark.release) for name in LIVES]
 )
 def test_no_bit_differs(on_device: OnDevice, name: str) -> None:
     """Steps, an overflow of one rank, accumulation, readers: in each order the bits of a life without offload."""
@@ -203,7 +200,7 @@ def _random_lives(device: FakeDevice, held: str, seed: int) -> list[Any]:
     return differing(device, _lived, lives, RUNS[:5])
 
 
-@pytest.mark.weekly(minutes=0.1)
+@pytest.mark.release
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("held", HELD)
 def test_random_lives(on_device: OnDevice, held: str, seed: int) -> None:
@@ -236,6 +233,7 @@ def _collectives(device: FakeDevice, held: str) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "held", [pytest.param(one, marks=() if one == "elements ahead" else pytest.mark.slow) for one in HELD]
 )
@@ -256,8 +254,6 @@ WAITS: dict[str, tuple[str, int, Life]] = {
     "scratch that is read aside": ("utils.streams write", 2, Life("bf16 travels", OVERLAP)),
 }
 """What is waited for; the function that waits, ranks, and a life of them that goes wrong without."""
-QUICK_WAITS = {"gathered params", "reduced gradients"}
-"""Those whose tests are no slow ones."""
 
 
 def _noticed(device: FakeDevice, awaited: str) -> dict[str, list[Run]]:
@@ -265,11 +261,8 @@ def _noticed(device: FakeDevice, awaited: str) -> dict[str, list[Run]]:
     return noticed(device, _lived, life, function, RUNS[:2])
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "awaited",
-    [pytest.param(one, marks=() if one in QUICK_WAITS else pytest.mark.slow) for one in WAITS],
-)
+@pytest.mark.default("reduced gradients")
+@pytest.mark.parametrize("awaited", WAITS)
 def test_each_wait_for_a_collective_is_needed(on_device: OnDevice, awaited: str) -> None:
     """Without one wait for what other ranks send, bits differ in some order: removing it makes this file fail."""
     for found in on_device.ranks(WAITS[awaited][1], _noticed, awaited):

@@ -86,6 +86,7 @@ def _right(device: FakeDevice, mistake: str, waits: bool, order: str) -> list[bo
     return found
 
 
+@pytest.mark.default("write-late", "use-random", "free-side first", "read-random")
 @pytest.mark.parametrize("order", LATE)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_missing_wait_shows(on_device: OnDevice, mistake: str, order: str) -> None:

@@ -52,6 +52,7 @@ def _train_held(device: FakeDevice, count: int, remainders: bool) -> Record:
     return take_steps(device, wrap(torch.optim.Muon(params), store_param_remainders=remainders), params)[-1]
 
 
+@pytest.mark.slow
 def test_remainders_add_two_launches(on_device: OnDevice) -> None:
     """One decodes all matrices that fit into the scratch memory together, one encodes them, however many there are."""
     for count in (3, 6):

@@ -39,6 +39,7 @@ def _give(params: dict[str, nn.Parameter], differing: tuple[str, ...]) -> None:
         param.grad = torch.full_like(param, 1.0 + dist.get_rank() * (name in differing))
 
 
+@pytest.mark.default("torch.float32-False")
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_parameter_of_its_own_step_is_named(on_device: OnDevice, dtype: torch.dtype, chained: bool) -> None:

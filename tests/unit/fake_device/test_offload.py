@@ -49,7 +49,7 @@ def _trip(device: FakeDevice, options: dict[str, Any]) -> tuple[list[int], list[
     return found, records
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.default("remainders", "fp32")
 @pytest.mark.parametrize(
     ("options", "state"),
     [
@@ -118,7 +118,7 @@ def _moved_by_a_loop(device: FakeDevice, options: dict[str, Any]) -> tuple[list[
     return found, error, [bits_equal(one, other) for one, other in zip(moved, stayed, strict=True)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("fp32")
 @pytest.mark.parametrize(("options", "state"), [({}, 12), (CODES, 4 + 2)], ids=["fp32", "codes"])
 def test_a_loop_that_moves_the_state_by_itself(on_device: OnDevice, options: dict[str, Any], state: int) -> None:
     """Main params go with the moments, a step meanwhile is an error, and once they are back no bit has changed."""

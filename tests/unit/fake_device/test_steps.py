@@ -101,9 +101,9 @@ def test_launches_do_not_grow_with_tensors(on_device: OnDevice, count: int) -> N
     assert [(len(seen.of("copy")), sum(seen.operators().values())) for seen in records[1:]] == [(5, 7)] + [(1, 4)] * 3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("adamw-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("inner", [pytest.param(one, marks=pytest.mark.weekly) for one in OTHERS] + ["adamw"])
+@pytest.mark.parametrize("inner", [*OTHERS, "adamw"])
 def test_remainders_cost_nothing(on_device: OnDevice, inner: str, dtype: torch.dtype) -> None:
     """Main params held as remainders: no wait, the launches and operators of a step with fp32 main params."""
     for count in (6, 60):
@@ -112,12 +112,10 @@ def test_remainders_cost_nothing(on_device: OnDevice, inner: str, dtype: torch.d
         assert all(sum(seen.operators().values()) == _operators(dtype) for seen in records[2:])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("adamw-False-dtype2")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("held", WAYS)
-@pytest.mark.parametrize(
-    "inner", ["adamw", *(pytest.param(one, marks=pytest.mark.weekly) for one in OTHERS if one != "sgd")]
-)
+@pytest.mark.parametrize("inner", ["adamw", *(one for one in OTHERS if one != "sgd")])
 def test_moments_of_8_bit_cost_nothing(on_device: OnDevice, inner: str, held: bool, dtype: torch.dtype) -> None:
     """No wait, the launches and operators of a step with fp32 moments, also on remainders."""
     codes = CODES if inner.startswith("adam") else {"exp_avg_dtype": torch.int8}

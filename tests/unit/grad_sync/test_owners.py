@@ -135,6 +135,7 @@ def _model(name: str) -> tuple[list[ParamSize], list[list[ParamSize]]]:
     return sizes, [[by_name[placement.name] for placement in bucket] for bucket in buckets]
 
 
+@pytest.mark.default("Llama-3-8B-512", "Qwen3-235B-A22B-64", "DeepSeek-V3-8", "Llama-3-8B-64")
 @pytest.mark.parametrize("ranks", [8, 64, 512])
 @pytest.mark.parametrize("name", MODELS)
 def test_balance_of_public_models(name: str, ranks: int) -> None:

@@ -33,6 +33,7 @@ def after(peer: Any, steps: list[bool]) -> Any:
     return peer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DeepSpeed, OldMegatron])
 @given(window=WINDOW, hysteresis=HYSTERESIS, consecutive=st.booleans(), before=STEPS, later=STEPS)
 @example(window=3, hysteresis=2, consecutive=False, before=[False] * 3, later=[False] * 20)  # a first growth is next

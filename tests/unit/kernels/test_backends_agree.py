@@ -51,7 +51,7 @@ LIVES = {
 }
 
 
-@pytest.mark.weekly(minutes=2)
+@pytest.mark.release
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("backends", "examples", "steps"), LIVES.values(), ids=LIVES.keys())
 def test_backends_live_alike_for_long(

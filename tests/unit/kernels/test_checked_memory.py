@@ -1,6 +1,7 @@
 """Memory is looked at before kernels use it: what moved is followed, what does not fit is a named error."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import GradientError, UsageError
-from tests.cases import cases
 from tests.training import bits_equal
 from tests.unit.kernels.memory_cases import BACKENDS, MAKERS, SHAPES, Training, go_on, same_training
 
@@ -47,7 +47,8 @@ def _lay_out_otherwise(tensor: Tensor) -> None:
 MOVES = {f.__name__.strip("_"): f for f in (_share, _pickle, _set, _data, _grow, _lay_out_otherwise)}
 
 
-@pytest.mark.parametrize("backend", ["native", *(pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS[:2])])
+@pytest.mark.default("guards-share-main-native")
+@pytest.mark.parametrize("backend", ["native", *(b for b in BACKENDS[:2])])
 @pytest.mark.parametrize("what", ["state", "main", "model"])
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_what_moved_is_followed(move: Callable[[Tensor], None], what: str, backend: str) -> None:
@@ -135,6 +136,9 @@ BROKEN: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
 }
 
 
+@pytest.mark.default(
+    "guards-kept-smaller-dtype0", "guards-made_anew-fp64-dtype2", "guards-kept-larger-dtype1", "guards-kept-bits-dtype2"
+)
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("broken", BROKEN)
@@ -236,6 +240,9 @@ MENDED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.default(
+    "guards-native-transposed", "guards-torch-negative", "guards-reference-fp64", "guards-native-zeros_without_memory"
+)
 @pytest.mark.parametrize("odd", MENDED)
 def test_state_is_read_as_torch_reads_it(odd: str, backend: str) -> None:
     """A negative bit, elements that share memory, zeros without memory, gaps between elements: values are torch's."""
@@ -271,18 +278,17 @@ ODD_GRADS: dict[str, Callable[[Tensor], Tensor]] = {
     "backwards": lambda g: g.flip(0),
     "a_parameter": lambda g: nn.Parameter(g),
 }
-QUICK_ODD = [("adamw", torch.float16), ("sgd_momentum", torch.float32)]
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.default(
+    "guards-negative-sgd_momentum-dtype12-reference",
+    "guards-with_gaps-adamw-dtype3-triton",
+    "guards-a_parameter-sgd_momentum-dtype13-torch",
+    "guards-expanded-adamw-dtype2-native",
+)
 @pytest.mark.parametrize(
     ("make", "dtype", "backend"),
-    cases(
-        MAKERS,
-        [torch.float16, torch.float32],
-        ["reference", "torch", "native", "triton"],
-        quick=lambda make, dtype, backend: (make, dtype) in QUICK_ODD and (backend, dtype) != ("triton", torch.float32),
-    ),
+    list(product(MAKERS, [torch.float16, torch.float32], ["reference", "torch", "native", "triton"])),
     indirect=["backend"],
 )
 @pytest.mark.parametrize("odd", ODD_GRADS)
@@ -338,6 +344,7 @@ BAD_GRADS: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
 }
 
 
+@pytest.mark.default("guards-freed_view", "guards-freed", "guards-larger", "guards-complex")
 @pytest.mark.native
 @pytest.mark.parametrize("bad", BAD_GRADS)
 def test_gradient_that_cannot_be_read_is_refused(bad: str) -> None:

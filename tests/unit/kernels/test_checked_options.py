@@ -16,6 +16,9 @@ from tests.unit.kernels.memory_cases import SHAPES, Make, Training, same_trainin
 pytestmark = pytest.mark.usefixtures("reader")
 
 
+@pytest.mark.default(
+    "guards-native-number", "guards-torch-float64", "guards-reference-int64", "guards-native-one_dimension"
+)
 @pytest.mark.parametrize("steps", ["number", "float64", "int64", "one_dimension", "float16"])
 def test_step_counts_are_read_as_numbers_of_any_type(steps: str, backend: str) -> None:
     """Older torch kept numbers, inner.load_state_dict() keeps any dtype: their bits are not taken for fp32's."""
@@ -79,6 +82,12 @@ CHANGES: dict[str, tuple[Make, Callable[[torch.optim.Optimizer], None]]] = {
 }
 
 
+@pytest.mark.default(
+    "guards-native-cleared_sgd",
+    "guards-reference-rate_of_shape_1",
+    "guards-torch-cleared_adamw",
+    "guards-reference-integer_rate",
+)
 @pytest.mark.parametrize("change", CHANGES)
 def test_options_and_state_change_as_with_torch(change: str, backend: str) -> None:
     """Momentum raised from 0, state cleared or replaced, any kind of rate: the next step is torch's next step."""
@@ -137,6 +146,7 @@ BAD_OPTIONS: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.default("guards-no_rate", "guards-sparse_rate", "guards-text_rate", "guards-rate_without_memory")
 @pytest.mark.native
 @pytest.mark.parametrize("bad", BAD_OPTIONS)
 def test_option_of_a_wrong_type_is_refused(bad: str) -> None:

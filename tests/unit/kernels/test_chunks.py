@@ -55,6 +55,7 @@ def sharing(tmp_path_factory: pytest.TempPathFactory) -> Sharing:
     return begin
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 5000), st.integers(1, 9), st.booleans(), st.randoms(use_true_random=False))
 def test_each_chunk_goes_to_one_thread(

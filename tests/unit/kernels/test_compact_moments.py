@@ -131,6 +131,7 @@ def test_the_largest_quotient_of_a_group_is_code_127(largest: float, each: int) 
     assert codes.tolist()[3] in (0, 1)
 
 
+@pytest.mark.slow
 def test_quotients_between_two_codes_are_held_right_on_average() -> None:
     """Over 4,096 steps the mean of what is held is within 0.02 codes; the nearest code is off by a third."""
     quotients = fp32([127.0, *(code + 1 / 3 for code in range(-15, 16))])
@@ -202,6 +203,7 @@ def test_dither_depends_on_element_and_step_alone() -> None:
         assert dither(far, 1, torch.tensor(float(late))).item() == dither_of(far, late)
 
 
+@pytest.mark.slow
 def test_a_root_between_two_codes_is_held_right_on_average() -> None:
     """Over 4,096 steps the mean of what is held is the root within 0.02 codes; the nearest code is off by a third."""
     root = fp32([1.0 + 2.0**-7 / 3] * 32)

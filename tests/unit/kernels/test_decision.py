@@ -62,6 +62,7 @@ def _oracle(vector: list[float], scale: float | None, clip_grad: float) -> list[
         return [float(found), float(np.float32(coefficient)), float(np.float32(norm)), float(np.rint(zeros))]
 
 
+@pytest.mark.default("reference")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sums, counts, st.one_of(counts, st.just(math.nan)), counts, contrasts, st.integers(0, 3), scales, clips)
 @example(4.0, 0.0, math.nan, 0.0, 0.0, 1, 2.0, 1.0)

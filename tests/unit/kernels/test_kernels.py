@@ -3,6 +3,7 @@
 import importlib.util
 import math
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -12,14 +13,13 @@ from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfi
 from megascale.errors import ArgumentError, MainParamOverflowError, UsageError
 from megascale.kernels import Backend, Decision, select_backend
 from megascale.lion import Lion
-from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.training import INNER, Bag, Inner, Sign, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot
 
 BACKENDS = ["reference", "torch", "native"]
 # Triton's interpreter takes minutes over these.
 LATER = [*BACKENDS[1:], "triton"]
-ALL = [*BACKENDS, pytest.param("triton", marks=pytest.mark.weekly)]
+ALL = [*BACKENDS, pytest.param("triton", marks=pytest.mark.slow)]
 SHAPES = [(3,), (0,), (1,), (), (5, 7), (2, 3, 4), (300_000,), (70, 0, 2)]
 
 
@@ -78,16 +78,9 @@ def test_fp16_norm_does_not_overflow(name: str) -> None:
     assert stats.zeros is None
 
 
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize(
-    ("inner", "dtype"),
-    cases(
-        INNER,
-        [torch.float16, torch.bfloat16],
-        quick=lambda inner, dtype: dtype == torch.float16 or inner in {"adamw_fused", "lion", "sgd_nesterov"},
-    ),
-)
-@pytest.mark.parametrize("name", ["reference", *(pytest.param(name, marks=pytest.mark.weekly) for name in LATER)])
+@pytest.mark.default("reference-adamw_fused-dtype0", "reference-adamw_foreach-dtype2", "reference-sgd-dtype10")
+@pytest.mark.parametrize(("inner", "dtype"), list(product(INNER, [torch.float16, torch.bfloat16])))
+@pytest.mark.parametrize("name", ["reference", *LATER])
 def test_update_follows_torch_optim_on_fp32(name: str, inner: str, dtype: torch.dtype) -> None:
     """50 steps equal torch's own optimizer on fp32 masters fed the same gradients, to a few fp32 ulps.
 
@@ -114,6 +107,7 @@ def test_update_follows_torch_optim_on_fp32(name: str, inner: str, dtype: torch.
         assert bits_equal(param, main.to(dtype))
 
 
+@pytest.mark.default("torch-sgd", "reference-adam_maximize", "native-sgd_dampening", "torch-adamw_fused")
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("name", ALL)
 def test_skipped_step_changes_no_bit(name: str, inner: str) -> None:
@@ -147,7 +141,7 @@ def _trained_with_skips(backend: str, inner: str) -> tuple[list[bool], dict[str,
     return landed, dict(optimizer.main_params()), snapshot(optimizer, module)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.default("adam_amsgrad-torch", "lion-native")
 @pytest.mark.parametrize("name", ALL[1:])
 @pytest.mark.parametrize("inner", INNER)
 def test_backend_equals_reference(inner: str, name: str) -> None:
@@ -186,7 +180,7 @@ def test_torchs_kernel_runs_momentum_without_dampening(dampening: float, momentu
     torch.testing.assert_close(*mains, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.default("dtypes0-adam_amsgrad-native", "dtypes1-sgd_momentum_fused-torch", "dtypes1-adamw_fused-native")
 @pytest.mark.parametrize("name", ALL[1:])
 @pytest.mark.parametrize("inner", ["adamw_fused", "adam_amsgrad", "sgd_momentum_fused", "sgd_dampening", "lion"])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])
@@ -454,6 +448,7 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
             select_backend("apex")
 
 
+@pytest.mark.default("dampening-native", "adamw-torch", "lion-reference", "sgd-torch")
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     "inner",

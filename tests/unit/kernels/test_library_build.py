@@ -136,7 +136,7 @@ def test_folders_that_are_made_are_the_users_alone(
     assert [oct(folder.stat().st_mode & 0o777) for folder in folders if folder] == ["0o700", "0o700"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.default("a quarter", "nine tenths", "a link to nothing")
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_damaged_library_is_compiled_anew(
     damage: Callable[[Path], object], build: Build, caplog: pytest.LogCaptureFixture
@@ -254,6 +254,7 @@ SUSPECT: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.default("a file", "another's", "a link")
 @pytest.mark.parametrize("make", SUSPECT.values(), ids=SUSPECT.keys())
 def test_temporary_folder_that_others_could_write_is_not_used(
     make: Callable[[Path], object], build: Build, monkeypatch: pytest.MonkeyPatch
@@ -451,7 +452,7 @@ print([param.tolist() for param in params])
 """
 
 
-@pytest.mark.weekly(minutes=1)
+@pytest.mark.release
 def test_training_survives_damaged_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our library, cut short between two processes: the second trains, and its log names it."""
     monkeypatch.setenv(library_build.CACHE_VARIABLE, str(tmp_path))

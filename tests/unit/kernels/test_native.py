@@ -31,7 +31,6 @@ from megascale.kernels.compiler import find_compiler
 from megascale.kernels.native import backend as native_backend
 from megascale.kernels.native import levels
 from megascale.kernels.native import library as native_library
-from tests.cases import cases
 from tests.training import bits_equal
 from tests.unit.kernels.test_remainders import edge_pairs
 
@@ -271,9 +270,9 @@ def test_statistics_are_the_same_bits_for_any_threads_and_vectors(dtype: torch.d
         assert torch.equal(found.zeros, expected.zeros)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.native
-@pytest.mark.parametrize("threads", cases([1, 2, 7, 40], quick=lambda threads: threads in {2, 40}))
+@pytest.mark.parametrize("threads", [1, 2, 7, 40])
 def test_each_chunk_is_updated_once_whoever_takes_it(threads: int) -> None:
     """Threads that have none left take chunks of others: none is left out, none updated twice, in 10 steps of many
     rows of one chunk and of several, also with more threads than cores, of which some begin when all is done.
@@ -291,7 +290,7 @@ def test_each_chunk_is_updated_once_whoever_takes_it(threads: int) -> None:
         assert _same(ours, theirs)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("model0-0-widest")
 @pytest.mark.native
 @pytest.mark.parametrize("native", VECTORS, indirect=True)
 @pytest.mark.parametrize("offset", [0, 1])
@@ -391,7 +390,7 @@ def test_skipped_step_still_tells_what_does_not_fit_fp16() -> None:
     assert NativeBackend().lion_(operands, hyper, _decision(found_inf=1.0)).tolist() == [True, False, True]
 
 
-@pytest.mark.weekly(minutes=0.3)
+@pytest.mark.release
 def test_build_is_kept_and_shared(tmp_path: Path) -> None:
     """A second process loads what the first has compiled; the folder is the user's own."""
     code = "from megascale.kernels.native.library import library; library()"

@@ -27,7 +27,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.stdout
 
 
-@pytest.mark.weekly("ptx", minutes=2)
+@pytest.mark.release
 def test_no_kernel_spills_or_contracts_or_reads_vectors_piece_by_piece(printed: str) -> None:
     """Every kernel that passes over tensors does so in accesses of 8 or 16 bytes and moves its columns once; nothing
     spills. No fp32 product is fused with a sum, nor an fp64 one but inside Adam's powers; no division is approximate.
@@ -89,7 +89,7 @@ def test_no_kernel_spills_or_contracts_or_reads_vectors_piece_by_piece(printed: 
     }
 
 
-@pytest.mark.weekly("ptx", minutes=2)
+@pytest.mark.release
 def test_launches_do_not_grow_and_time_stays_near_the_bound(printed: str) -> None:
     """Of a whole step: as many launches for one tensor as for 100,000; the model's time for 1e9 parameters is within
     3 % of what the bytes take.
@@ -99,7 +99,7 @@ def test_launches_do_not_grow_and_time_stays_near_the_bound(printed: str) -> Non
     assert max(float(row["of bound"]) for name, row in steps.items() if name.startswith("1e9")) <= 1.03
 
 
-@pytest.mark.weekly("ptx", minutes=2)
+@pytest.mark.release
 def test_kept_table_is_what_the_program_prints(printed: str) -> None:
     """benchmarks/results/ptx_sm90.md is of these kernels, for the version of triton that it names."""
     kept = KEPT.read_text()

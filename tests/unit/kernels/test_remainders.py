@@ -101,7 +101,7 @@ def test_a_sample_of_all_pairs_is_decoded(dtype: torch.dtype) -> None:
     assert 0 < _check_pairs(model, remainder) < model.numel()
 
 
-@pytest.mark.weekly(minutes=3)
+@pytest.mark.release
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_all_pairs_are_decoded(dtype: torch.dtype) -> None:
@@ -112,7 +112,7 @@ def test_all_pairs_are_decoded(dtype: torch.dtype) -> None:
         _check_pairs(half.repeat_interleave(len(lefts)).view(dtype), lefts.repeat(len(half)))
 
 
-@pytest.mark.weekly(minutes=2)
+@pytest.mark.release
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_all_numbers_are_held(dtype: torch.dtype) -> None:

@@ -29,6 +29,9 @@ def _trained(backend: str, rule: str, shape: tuple[int, ...], lr: float | torch.
     return dict(optimizer.main_params())["0"]
 
 
+@pytest.mark.default(
+    "False-dtype0-shape2-sgd", "True-dtype1-shape0-lion", "True-dtype0-shape1-adamw", "False-dtype0-shape1-sgd"
+)
 @pytest.mark.native
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", [(), (1,), (64,)])

@@ -19,7 +19,6 @@ pytest.importorskip("triton")
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import AdamHyper, Operands, ReferenceBackend, SgdHyper
 from megascale.kernels.triton.backend import TritonBackend
-from tests.cases import cases
 from tests.counting import OperatorCounter
 from tests.training import bits_equal
 from tests.unit.kernels.triton_cases import (
@@ -59,10 +58,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-LONG = [pytest.param(name, 100, marks=pytest.mark.weekly(minutes=0.2)) for name in ("adamw", "sgd_nesterov", "lion")]
+LONG = [pytest.param(name, 100, marks=pytest.mark.release) for name in ("adamw", "sgd_nesterov", "lion")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.default("adamw-4")
 @pytest.mark.parametrize(("name", "steps"), [*((name, 4) for name in HYPERS), *LONG])
 def test_update_has_the_bits_of_the_reference(name: str, steps: int) -> None:
     """Invariant 3: main and model params, state and step counts are bitwise the reference's, with skips between.
@@ -80,8 +79,8 @@ def test_update_has_the_bits_of_the_reference(name: str, steps: int) -> None:
     assert same_operands(ours, theirs)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", cases(HYPERS, quick=lambda name: name in ("adamw", "sgd_nesterov", "lion")))
+@pytest.mark.default("lion")
+@pytest.mark.parametrize("name", HYPERS)
 def test_skipped_step_writes_nothing(name: str) -> None:
     """Invariant 2: NaN and inf gradients leave every bit alone, also in the very first step and beside NaN payloads."""
     backend = TritonBackend()

@@ -152,9 +152,6 @@ def _decision(skip: bool) -> Decision:
     return Decision(*torch.tensor([float(skip), 0.37, 1.0, 0.0], device=DEVICE).unbind())
 
 
-QUICK = ("adamw, second moment", "amsgrad", "lion", "nesterov")
-
-
 def _on_reference(update: Update, operands: Operands, held: bool, decision: Decision) -> Tensor:
     backend = ReferenceBackend()
     if not held:
@@ -162,8 +159,8 @@ def _on_reference(update: Update, operands: Operands, held: bool, decision: Deci
     return backend.on_decoded(operands, lambda each: update(backend, each, decision), decision.found_inf)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("rule", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in RULES])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.data(), held=st.booleans(), skips=st.lists(st.sampled_from([False, False, True]), min_size=2, max_size=2)

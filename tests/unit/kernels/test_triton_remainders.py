@@ -115,7 +115,7 @@ def _reference(update: Update, operands: Operands, decision: Decision) -> Tensor
     return backend.on_decoded(operands, lambda decoded: update(backend, decoded, decision), decision.found_inf)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(_rows(), min_size=1, max_size=3), skip=st.booleans())

@@ -105,7 +105,7 @@ UPDATES: dict[str, tuple[Update, list[str]]] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", UPDATES)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(_rows(), min_size=1, max_size=3), skip=st.booleans())
@@ -154,7 +154,7 @@ def test_sums_of_squares_do_not_depend_on_addresses(numel: int, dtype: torch.dty
     assert TritonBackend().measure([view], False).non_finite.item() == 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.default("256")
 @pytest.mark.parametrize("numel", [1, CHUNK, CHUNK + 1, 4 * CHUNK, 4 * CHUNK + 1, 16 * CHUNK, 37 * CHUNK + 5])
 def test_chunks_are_added_up_in_their_order_on_two_levels(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one chunk, of one group of chunks, of several, of more groups than a program adds up at once: sums in the

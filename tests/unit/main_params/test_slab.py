@@ -101,6 +101,7 @@ def test_who_saves_one_small_tensor_saves_a_slab_at_most() -> None:
     assert file.tell() < 65536 + 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaded", [False, True])
 def test_state_of_small_params_lies_in_few_slabs(loaded: bool) -> None:
     """Main params, moments and steps, as they were made and after a state dict has been loaded."""

@@ -55,7 +55,7 @@ def _trained() -> Any:
     return optimizer
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.default("torch's two", "items()", "a deep copy")
 @pytest.mark.parametrize("road", ROADS)
 def test_what_was_written_is_loaded_by_every_road(road: str) -> None:
     """A rate, moments, a main param and the loss scale, through whatever copies a state dict: it was dropped."""
@@ -158,6 +158,9 @@ def test_torchs_own_optimizer_loads_it(saved: bool) -> None:
     assert torch.equal(moments, state["optimizer"]["state"]["first.weight"]["exp_avg"])
 
 
+@pytest.mark.default(
+    "bfloat16-zero1-fp32", "float16-replicated-compact", "float32-fsdp2-compact", "float32-replicated-fp32"
+)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_edits_in_every_cell(cell: Cell, ranks: RankPool) -> None:
     """A rate and a first moment written into torch's layout on all ranks alike."""

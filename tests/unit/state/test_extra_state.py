@@ -79,7 +79,7 @@ def _resume(cell: Cell, kind: str, way: str, folder: str) -> list[bool]:
     return [bits_equal(whole(mine), whole(theirs)) for mine, theirs in pairs]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.default("float16-zero1-parameters-fp32-warming-state dict")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["lookahead", "warming"])
 @pytest.mark.parametrize("cell", OWN_CELLS, ids=str)
@@ -90,6 +90,7 @@ def test_a_resumed_run_has_the_same_bits(cell: Cell, kind: str, way: str, ranks:
     assert all(map(all, ranks.run(cell.world_size, _resume, cell, kind, way, str(tmp_path))))
 
 
+@pytest.mark.default("float16-replicated-fp32")
 @pytest.mark.parametrize("cell", OWN_CELLS[::4], ids=str)
 def test_runs_differ_without_it(cell: Cell) -> None:
     """What is saved matters: a run that starts again with main params and weights alone goes elsewhere."""

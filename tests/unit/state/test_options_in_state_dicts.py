@@ -67,7 +67,7 @@ def _reloaded(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.default("bfloat16-replicated-fp32")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_numbers_of_numpy_and_the_like_in_every_cell(cell: Cell, ranks: RankPool, tmp_path: Path) -> None:
     """Saved in every way they are Python's own numbers and words. numpy's were a file that `weights_only` refused, or
@@ -150,6 +150,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(value: Any) -> No
     assert optimizer.step().success
 
 
+@pytest.mark.default("bfloat16-zero1-fp32", "float16-fsdp2-compact", "float32-fsdp2-fp32", "float16-fsdp2-fp32")
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.world_size > 1], ids=str)
 def test_every_rank_refuses_what_one_cannot_save(cell: Cell, ranks: RankPool) -> None:
     """Cells of one rank have no other."""
@@ -178,6 +179,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@pytest.mark.default(
+    "bfloat16-replicated-compact", "float32-fsdp2-fp32", "float16-zero1-compact", "float32-replicated-fp32"
+)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_rate_keeps_its_bits_under_another_default_dtype(cell: Cell, ranks: RankPool) -> None:
     """Loaded into a tensor of fp64, as a schedule leaves it, it was rounded to bf16 on the way: 0.2 % off."""

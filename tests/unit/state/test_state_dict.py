@@ -78,6 +78,7 @@ def test_weights_only_load_reads_it() -> None:
     assert same_bits(before, snapshot(optimizer, module))
 
 
+@pytest.mark.default("sgd_dampening", "adafactor", "adamw_foreach", "sign")
 @pytest.mark.parametrize("inner", [*INNER, "sign", "adafactor"])
 def test_resume_is_bitwise(inner: str) -> None:
     """Steps, save, load into a freshly built optimizer, steps: the same bits as without the interruption."""

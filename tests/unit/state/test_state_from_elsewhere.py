@@ -94,6 +94,7 @@ def test_a_wrapped_optimizer_goes_on_as_torch_does(kind: str, trained: int) -> N
     assert _close(ours, plain)
 
 
+@pytest.mark.default("sgd_momentum", "adamax", "rprop", "asgd")
 @pytest.mark.parametrize("kind", KINDS)
 def test_16_bit_parameters_train_as_fp32_ones(kind: str) -> None:
     """Main params go the way of fp32 parameters: state that torch makes at construction is not rounded to 16 bits."""
@@ -104,6 +105,7 @@ def test_16_bit_parameters_train_as_fp32_ones(kind: str) -> None:
     assert _close([main for _, main in wrapped.main_params()], plain)
 
 
+@pytest.mark.default("adadelta", "sgd_dampening", "muon", "adagrad")
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_trained_in_16_bits_goes_on_widened(kind: str) -> None:
     """An optimizer that was trained on bf16 parameters goes on in fp32 from the values that it has."""
@@ -136,6 +138,7 @@ COUNTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.default("adafactor-fp64", "adamw-numbers", "adagrad-one_element", "lion-as_saved")
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchs_state_dict_loads(kind: str, counts: str) -> None:
@@ -358,6 +361,7 @@ def _backward(module: nn.Module, optimizer: Any, seed: int) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
 @pytest.mark.parametrize("kind", ["adagrad", pytest.param("rmsprop", marks=pytest.mark.slow)])
 def test_a_frozen_parameter_with_state_in_a_sharded_optimizer(kind: str, way: str, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def _replace_all(optimizer: MixedPrecisionOptimizer) -> None:
     }
 
 
+@pytest.mark.default("_replace_each-stored2", "_replace_all-stored1", "_replace_whole-stored0")
 @pytest.mark.parametrize("stored", [{}, {"store_param_remainders": True}, {"exp_avg_dtype": torch.int8}])
 @pytest.mark.parametrize("move", [_replace_each, _replace_whole, _replace_all])
 def test_a_loop_that_moves_the_state(move: Callable[[MixedPrecisionOptimizer], None], stored: dict[str, Any]) -> None:

@@ -106,6 +106,9 @@ def test_torch_layout() -> None:
     assert all(isinstance(value, Tensor) for value in entries.values())
 
 
+@pytest.mark.default(
+    "dtype1-adam_amsgrad-nested", "dtype0-adamw_fused-flat", "dtype2-sgd_dampening-nested", "dtype1-lion-nested"
+)
 @pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flat"])
 @pytest.mark.parametrize("inner", ["adamw_fused", "sgd", "lion", "sgd_dampening", "adam_amsgrad"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -126,7 +126,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.default("remainders-_in_two_files", "8 bit-_pickled")
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_of_the_state_loads(
@@ -156,6 +156,7 @@ def _shared(optimizer: Optimizer) -> str:
     return str({key: packed[key] for key in packed if key not in ("optimizer", "main_params")})
 
 
+@pytest.mark.default("_copied_whole", "_tensor_by_tensor")
 @pytest.mark.parametrize("read", READERS)
 def test_a_copy_of_a_chain_loads(read: Callable[[Optimizer, Path], dict[str, Any]], tmp_path: Path) -> None:
     """A ChainedOptimizer's state is that of all of its optimizers."""
@@ -177,6 +178,7 @@ def test_a_copy_of_a_chain_loads(read: Callable[[Optimizer, Path], dict[str, Any
     assert _shared(resumed) == _shared(chain)
 
 
+@pytest.mark.default("no state-True", "fp16-False", "bf16-False", "scaled fp32-True")
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "scaled fp32", "no state"])
 def test_functions_of_another_module(kind: str, flat: bool) -> None:

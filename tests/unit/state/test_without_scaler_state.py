@@ -59,6 +59,7 @@ LOADS: dict[str, Load] = {
 }
 
 
+@pytest.mark.default("torch's functions, flat-False", "torch's functions-True", "no entry-False")
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("way", LOADS)
 def test_the_scaler_keeps_its_state(way: str, chained: bool) -> None:

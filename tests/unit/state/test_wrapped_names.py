@@ -80,7 +80,7 @@ def _values(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.default("a part-both the other way", "bare-both", "module-both the other way", "compiled-a part")
 @pytest.mark.parametrize("there", WRAPS)
 @pytest.mark.parametrize("here", WRAPS)
 def test_a_state_dict_loads_whatever_wraps_the_model(there: str, here: str) -> None:
@@ -96,7 +96,7 @@ def test_a_state_dict_loads_whatever_wraps_the_model(there: str, here: str) -> N
     assert differences(_values(other, loaded)[1:], _values(model, optimizer)[1:]) == []
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.default("compiled-bare-True-False", "module-a part-True-True")
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("remainders", [False, True])
 @pytest.mark.parametrize(("there", "here"), [("bare", "both"), ("compiled", "bare"), ("module", "a part")])

@@ -85,6 +85,7 @@ def test_a_scaler_put_into_an_optimizer_later_counts_too() -> None:
     assert first.step() is not None
 
 
+@pytest.mark.default("second")
 @pytest.mark.parametrize("assigned", [(0, 1), (0,), (1,)], ids=["both", "first", "second"])
 def test_no_step_updates_a_shared_scaler(assigned: tuple[int, ...]) -> None:
     """However it came to both, by a constructor or later, each step of either is refused, and the scale stays.
@@ -336,7 +337,7 @@ def test_scaler_fields_without_a_scaler() -> None:
         MixedPrecisionOptimizer(_sgd(model(torch.bfloat16)), OptimizerConfig(bf16=True, loss_scale=8.0))
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.default("False-adam-precision0", "True-lion-precision2", "False-sgd-precision1", "False-adam-precision3")
 @pytest.mark.parametrize("precision", [{"fp16": True}, {"bf16": True}, {}, {"fp16": True, "loss_scale": 64.0}])
 @pytest.mark.parametrize("kind", ["adam", "sgd", "lion"])
 @pytest.mark.parametrize("sharded", [False, True])
@@ -389,6 +390,7 @@ CONFIGS: dict[str, OptimizerConfig | None] = {
 }
 
 
+@pytest.mark.default("counting", "none")
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_config_does_not_switch_clipping_on(config: str) -> None:
     """Asking for 8-bit moments clipped to norm 1.0, Megatron's default. Moments of larger gradients show it.
@@ -415,7 +417,7 @@ def test_a_config_does_not_switch_clipping_on(config: str) -> None:
 # Parameters without values
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.default("dtype0-AdamW-False")
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -141,6 +141,7 @@ CONSTRUCTORS: dict[str, Callable[..., Built]] = {
 }
 
 
+@pytest.mark.default("ChainedOptimizer")
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
 def test_the_keyword_says_how_to_clip(constructor: str) -> None:
     """Of every constructor: the keyword decides; left out, the config does, and without a config nothing is clipped."""
@@ -175,6 +176,7 @@ def test_a_chain_sets_the_keyword_for_its_members() -> None:
 # clip_grad_norm_
 
 
+@pytest.mark.default("2.0-True", "inf-False", "1-True", "inf-True")
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("max_norm", [2.0, 1, math.inf])
 def test_clip_grad_norm_clips_this_step(max_norm: float, chained: bool) -> None:

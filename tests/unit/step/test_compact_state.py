@@ -56,7 +56,7 @@ def odd(dtype: torch.dtype, strided: bool = False) -> Bag:
 HELD = [(0, "adamw"), (0, "adam"), (0, "amsgrad"), (1, "adamw"), (2, "adam")]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("held4-dtype0")
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("held", HELD)
@@ -70,7 +70,7 @@ def test_backends_have_the_same_bits(held: tuple[int, str], dtype: torch.dtype) 
     assert all(same_bits(found[0], other) for other in found[1:])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("sgd-dtype1")
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", AVERAGES)
@@ -126,6 +126,7 @@ COARSE: dict[str, Inner] = {
 }
 
 
+@pytest.mark.default("1.0-adamw", "65504.0-lion")
 @pytest.mark.native
 @pytest.mark.parametrize("inner", COARSE)
 @pytest.mark.parametrize("largest", [1.0, 65504.0])
@@ -177,6 +178,7 @@ def test_one_call_updates_all_codes(kind: dict[str, Any]) -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_strided_parameters() -> None:
     """Groups are cut in row-major order, however a parameter lies in memory."""
@@ -466,15 +468,8 @@ SCALES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(
-    ("backend", "kind"),
-    [
-        pytest.param(backend, kind, marks=[pytest.mark.slow] if backend == "triton" and kind != "strided" else [])
-        for backend in BACKENDS
-        for kind in SCALES
-    ],
-)
+@pytest.mark.default("triton-strided")
+@pytest.mark.parametrize(("backend", "kind"), [(backend, kind) for backend in BACKENDS for kind in SCALES])
 def test_scales_of_another_form_are_read_as_their_values(backend: str, kind: str) -> None:
     """What the user puts into the state is taken by value: the same bits as from a dense fp32 copy of it."""
     found = []
@@ -499,6 +494,7 @@ def test_scales_of_another_form_are_read_as_their_values(backend: str, kind: str
 COMPACT = [cell for cell in CELLS if cell.state == "compact"]
 
 
+@pytest.mark.default("float32-zero1-compact", "bfloat16-fsdp2-compact")
 @pytest.mark.parametrize("cell", COMPACT, ids=str)
 def test_moments_that_were_zeroed_in_place_are_zero(cell: Cell, ranks: RankPool) -> None:
     """The next step leaves the bits that it leaves where scales were zeroed as well, and other moments alone. Cells of

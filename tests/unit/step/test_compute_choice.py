@@ -40,9 +40,9 @@ def _choice(optimizer: Any, clock: _Clock) -> ComputeChoice:
     return choice
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.default("elements-compact-2.0-3.0-HostUpdate")
 @pytest.mark.parametrize(("host", "device", "chosen"), [(3.0, 2.0, StreamedUpdate), (2.0, 3.0, HostUpdate)])
-@pytest.mark.parametrize("stored", [pytest.param({}, marks=pytest.mark.slow), CODES | HELD], ids=["fp32", "compact"])
+@pytest.mark.parametrize("stored", [{}, CODES | HELD], ids=["fp32", "compact"])
 @pytest.mark.parametrize("held", ["replicated", "synced", "elements", "parameters"])
 def test_the_faster_way_is_taken(
     held: str,

@@ -78,7 +78,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HOLDERS = ("replicated", "synced", "elements", "parameters")
 
 
-@pytest.mark.sampled(4, "slow")
+@pytest.mark.default("elements-dtype1-remainders")
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("held", HOLDERS)
@@ -95,7 +95,7 @@ def test_no_bit_differs(held: str, dtype: torch.dtype, name: str) -> None:
         assert _same(module.state_dict(), other_module.state_dict())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.default("sgd_nesterov-host", "adam_maximize-device", "lion-host")
 @pytest.mark.parametrize("way", [OVERLAP, VISIT], ids=["host", "device"])
 @pytest.mark.parametrize("inner", ["adam_amsgrad", "adam_maximize", "lion", "sgd", "sgd_nesterov", "sgd_dampening"])
 def test_other_optimizers(inner: str, way: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ OWN: dict[str, Callable[[Tiny], torch.optim.Optimizer]] = {
 """Optimizers of torch, and a user's class, that run their own step()."""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.default("NAdam-replicated-1.0-stored0")
 @pytest.mark.parametrize(("fraction", "stored"), [(1.0, {}), (0.5, {}), (0.5, HELD)])
 @pytest.mark.parametrize("held", ["replicated", "synced", "parameters"])
 @pytest.mark.parametrize("kind", OWN)
@@ -138,7 +138,7 @@ def test_any_other_optimizer(
     assert _same(optimizer.state_dict(), other.state_dict())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.default("False-way1")
 @pytest.mark.parametrize("way", [WAIT, OVERLAP, OVERLAP | HELD, VISIT | HELD])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_chain_with_muon(sharded: bool, way: dict[str, Any]) -> None:
@@ -214,6 +214,7 @@ READS: dict[str, Callable[[Tiny, MixedPrecisionOptimizer], Any]] = {
 }
 
 
+@pytest.mark.default("offload()", "forward")
 @pytest.mark.parametrize("read", READS)
 def test_readers_wait(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """step() returns before the update has begun; who reads weights or state then waits, and sees whole values."""
@@ -370,6 +371,7 @@ def _block(optimizer: MixedPrecisionOptimizer, task: Callable[[], object]) -> th
     return thread
 
 
+@pytest.mark.default("parameters")
 @pytest.mark.parametrize("held", ["replicated", "synced", "elements", "parameters"])
 def test_who_drops_an_optimizer_waits_for_its_updates(held: str) -> None:
     """The thread has not begun the last step's when ``del`` begins: the model is whole when it ends."""
@@ -416,7 +418,7 @@ def test_the_thread_itself_may_free_an_optimizer(held: str) -> None:
     assert _same(module.state_dict(), other_module.state_dict())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.default("remainders")
 @pytest.mark.parametrize("stored", [{}, CODES, HELD], ids=["fp32", "codes", "remainders"])
 def test_state_dicts_load_into_any_other_run(stored: dict[str, Any]) -> None:
     """An offloaded run's state loads into a plain one and back, also into shards; each goes on with the same bits."""
@@ -436,7 +438,7 @@ def test_state_dicts_load_into_any_other_run(stored: dict[str, Any]) -> None:
         assert _same(saved, first.state_dict())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.default("0.01-replicated")
 @pytest.mark.parametrize("held", ["replicated", "elements", "parameters"])
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.9])
 def test_a_fraction(held: str, fraction: float) -> None:

@@ -20,6 +20,7 @@ KINDS: dict[str, Any] = INNER | {
 }
 
 
+@pytest.mark.default("adam_maximize", "sgd_maximize", "sgd", "adamw_fused")
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_of_the_wrapped_optimizer_is_refused(kind: str) -> None:
     """It would update 16-bit parameters with scaled gradients: an error that names the wrapper's step, and no bit has

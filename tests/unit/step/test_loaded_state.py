@@ -25,6 +25,7 @@ def _alike(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) > 0 and all(map(bits_equal, one, other))
 
 
+@pytest.mark.default("float32-replicated-fp32", "float16-zero1-compact", "bfloat16-fsdp2-compact", "float32-fsdp2-fp32")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_state_is_loaded_as_it_was_given(cell: Cell, ranks: RankPool) -> None:
     """Counts, moments and scales, whose second moments fp16 would make 0, and the next step is that of a run that went

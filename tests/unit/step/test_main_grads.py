@@ -100,6 +100,11 @@ def _life(cell: Cell, remainders: bool, kind: str) -> dict[str, Any]:
     return {"mains": mains, "weights": [whole(weight) for weight in model.parameters()], "dtypes": dtypes}
 
 
+@pytest.mark.default(
+    "schedule-free-float16-zero1-parameters-fp32-remainders",
+    "sam-bfloat16-replicated-fp32-remainders",
+    "sophia-float32-fsdp2-fp32",
+)
 @in_whole_cells
 @pytest.mark.parametrize("kind", LIVES)
 def test_methods_see_main_params_and_unscaled_gradients(
@@ -177,7 +182,7 @@ def _overflow(cell: Cell, remainders: bool, at: int) -> list[bool]:
     return kept
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.default("first-bfloat16-zero1-parameters-fp32-remainders", "last-float16-fsdp2-fp32")
 @in_whole_cells
 @pytest.mark.parametrize("at", [0, 2], ids=["first", "last"])
 def test_an_overflow_leaves_everything_as_it_was(cell: Cell, remainders: bool, at: int, ranks: RankPool) -> None:
@@ -205,6 +210,7 @@ def _exception(cell: Cell, remainders: bool, culprits: tuple[int, ...]) -> tuple
     return type(caught.value), str(caught.value), kept, bool(optimizer.step().success)
 
 
+@pytest.mark.default("float16-zero1-parameters-fp32-remainders", "bfloat16-replicated-fp32", "float32-fsdp2-fp32")
 @in_whole_cells
 def test_an_exception_leaves_everything_as_it_was(cell: Cell, remainders: bool, ranks: RankPool) -> None:
     """An exception of one rank's body: all ranks put back what they held, and raise; the next step works."""
@@ -436,6 +442,9 @@ def test_param_groups_that_are_added_inside_are_refused() -> None:
     assert _same(before, _everything(optimizer, model))
 
 
+@pytest.mark.default(
+    "float32-fsdp2-fp32", "bfloat16-replicated-compact", "float16-replicated-fp32", "bfloat16-fsdp2-compact"
+)
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.layout != "zero1"], ids=str)
 def test_kernels_optimizers_lend_too(cell: Cell, ranks: RankPool) -> None:
     """AdamW, whose state is that of kernels: what a program writes into main params is rounded into the model."""
@@ -529,6 +538,12 @@ def _on_purpose(cell: Cell, resumes: bool) -> list[Tensor]:
     return [whole(weight) for weight in model.parameters()]
 
 
+@pytest.mark.default(
+    "float16-zero1-parameters-fp32-False",
+    "float32-fsdp2-fp32-True",
+    "bfloat16-replicated-fp32-True",
+    "float32-zero1-parameters-fp32-False",
+)
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("cell", [one for one, remainders in WHOLE_CELLS if not remainders], ids=str)
 def test_state_that_is_16_bit_on_purpose_stays_so(cell: Cell, resumes: bool, ranks: RankPool) -> None:

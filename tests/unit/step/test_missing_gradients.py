@@ -33,7 +33,7 @@ def _left_out(step: int, count: int) -> set[int]:
     return {index for index in range(count) if random.Random(97 * step + index).random() < 0.4}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.default("float32-fsdp2-fp32")
 @pytest.mark.parametrize("cell", WITHOUT_MAIN_GRADS, ids=str)
 def test_each_parameter_trains_as_if_it_were_alone(cell: Cell, ranks: RankPool) -> None:
     """Bits of a parameter and of its state are those of an optimizer that has it alone and steps where it has a
@@ -88,7 +88,7 @@ def _bits(optimizer: MixedPrecisionOptimizer) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_step_does_no_more_without_some_gradients(cell: Cell, ranks: RankPool) -> None:
     """A gradient that is missing, the same one or another one in each step, cost 18 to 33 times the host's time, as
@@ -149,7 +149,7 @@ def _count(call: Callable[[Any], object], argument: object) -> int:
     return calls
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.default("float32-fsdp2-compact")
 @pytest.mark.parametrize("cell", WITHOUT_MAIN_GRADS, ids=str)
 def test_what_is_kept_for_missing_gradients_is_bounded(cell: Cell, ranks: RankPool) -> None:
     """Plans are kept for the newest sets alone, and go with the parameters' unit, as when a group is added."""
@@ -184,7 +184,7 @@ def _kept(cell: Cell) -> tuple[int, int, int]:
     return units, operands, len(alive(UpdateUnit) - before[0])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.default("float32-replicated-compact")
 @pytest.mark.parametrize("cell", WITHOUT_MAIN_GRADS, ids=str)
 def test_parameters_change_while_gradients_are_missing(cell: Cell, ranks: RankPool) -> None:
     """Values written, a weight moved, a parameter frozen and unfrozen, a group added, state cleared: the bits of a run

@@ -42,7 +42,7 @@ def test_random_lives(held: str, actions: list[str], stored: dict[str, Any]) -> 
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.weekly(minutes=2)
+@pytest.mark.release
 @pytest.mark.parametrize("held", HELD)
 @given(LIVES, st.sampled_from([{}, COMPACT]))
 @settings(max_examples=60, deadline=None)
@@ -51,7 +51,7 @@ def test_more_random_lives(held: str, actions: list[str], stored: dict[str, Any]
     assert _differs(held, actions, stored) == ""
 
 
-@pytest.mark.sampled(13, "slow")
+@pytest.mark.default("parameters-step")
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("held", HELD)
 def test_every_action_is_one(held: str, action: str, tmp_path: Path) -> None:

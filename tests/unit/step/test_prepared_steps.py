@@ -58,6 +58,7 @@ def _state(module: Tiny, optimizer: MegascaleOptimizer) -> dict[str, torch.Tenso
     return found
 
 
+@pytest.mark.default("nothing-chain", "the scale read-plain")
 @pytest.mark.parametrize("kind", ["plain", "GradSync", "chain"])
 @pytest.mark.parametrize("between", BETWEEN)
 def test_step_carries_out_what_was_prepared_once(kind: str, between: str) -> None:
@@ -80,6 +81,7 @@ def test_step_carries_out_what_was_prepared_once(kind: str, between: str) -> Non
         optimizer.step_with_ready_grads()
 
 
+@pytest.mark.default("False-plain", "True-GradSync", "False-chain", "True-plain")
 @pytest.mark.parametrize("kind", ["plain", "GradSync", "chain"])
 @pytest.mark.parametrize("reads", [False, True])
 def test_gradients_are_measured_once(kind: str, reads: bool) -> None:
@@ -117,6 +119,7 @@ ZEROED: dict[str, Callable[[Tiny, MegascaleOptimizer], Any]] = {
 }
 
 
+@pytest.mark.default("optimizer.zero_grad(False)-plain", "model.zero_grad()-chain")
 @pytest.mark.parametrize("kind", ["plain", "chain"])
 @pytest.mark.parametrize("zeroed", ZEROED)
 def test_a_prepared_step_may_be_left_out(kind: str, zeroed: str) -> None:
@@ -133,6 +136,7 @@ def test_a_prepared_step_may_be_left_out(kind: str, zeroed: str) -> None:
     assert bits_equal(optimizer.get_loss_scale(), whole.get_loss_scale())
 
 
+@pytest.mark.default("chain", "GradSync")
 @pytest.mark.parametrize("kind", ["plain", "GradSync", "chain"])
 def test_step_after_zero_grad_is_a_new_one(kind: str) -> None:
     """A prepared step that was left out is not taken with the next gradients."""
@@ -163,6 +167,9 @@ CHANGES: dict[str, Callable[[Tiny, MegascaleOptimizer], Any]] = {
 }
 
 
+@pytest.mark.default(
+    "a write-plain", "another backward-chain", "model.zero_grad() and backward-chain", "another tensor-chain"
+)
 @pytest.mark.parametrize("kind", ["plain", "chain"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_step_refuses_other_gradients_than_were_measured(kind: str, change: str) -> None:

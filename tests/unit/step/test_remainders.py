@@ -39,7 +39,7 @@ def odd(dtype: torch.dtype, seed: int = 0) -> Bag:
     return Bag([tensor.to(dtype) for tensor in tensors])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.default("sgd_nesterov-dtype1")
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
@@ -156,6 +156,7 @@ def test_writes_from_outside_are_taken_over() -> None:
     assert all(bits_equal(main, param.detach().float()) for main, param in zip(mains, module.params, strict=True))
 
 
+@pytest.mark.default("triton", "reference")
 @pytest.mark.parametrize("backend", ["native", "reference", *TRITON])
 def test_weights_that_only_move_keep_remainders(backend: str) -> None:
     """To other memory, as offloading moves them, or written with their own values in a way that nobody counts. A write
@@ -194,6 +195,7 @@ WRITTEN = (0.0, -0.0, 3 * 2.0**-24, 2.0**-15, 0.5, -65504.0)
 COMPACT = [cell for cell in CELLS if cell.state == "compact"]
 
 
+@pytest.mark.default("float16-zero1-compact")
 @pytest.mark.parametrize("cell", COMPACT, ids=str)
 def test_writes_that_nobody_counts_make_no_other_weight(cell: Cell, ranks: RankPool) -> None:
     """Invariant 6: weights that were written through ``.data`` are those after a step of rate 0, with remainders of

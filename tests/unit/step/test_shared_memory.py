@@ -73,6 +73,12 @@ def _tie_partly(training: _Training) -> None:
     training.params[0].data, training.params[2].data = memory[:8], memory[1:]
 
 
+@pytest.mark.default(
+    "reference-dtype0-_tie-3",
+    "native-dtype1-_tie_partly-1",
+    "torch-dtype0-_tie_partly-1",
+    "reference-dtype1-_tie_partly-3",
+)
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("tie", [_tie, _tie_partly])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -144,7 +144,12 @@ def _mend(training: _Training) -> None:
         training.inner.state[param] = {name: value.clone() for name, value in state.items()}
 
 
-@pytest.mark.sampled(48)
+@pytest.mark.default(
+    "SGD-_own_gradient-torch-1",
+    "Lion-_own_data-reference-3",
+    "AdamW-_views_that_meet-native-1",
+    "SGD-_a_neighbours_gradient-torch-1",
+)
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("inner", "share"), CASES)

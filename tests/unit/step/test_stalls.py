@@ -224,6 +224,7 @@ def test_clipping_by_hand_while_scaled_is_noticed() -> None:
         optimizer.step()
 
 
+@pytest.mark.default("65536.0-sgd-5.0", "1024.0-adamw_fused-1.0", "1024.0-sgd-0.1", "1024.0-sgd-5.0")
 @pytest.mark.parametrize("limit", [0.1, 1.0, 5.0])
 @pytest.mark.parametrize("inner", ["adamw_fused", "sgd"])
 @pytest.mark.parametrize("scale", [1024.0, 65536.0])

@@ -56,6 +56,7 @@ def _counts(optimizer: Optimizer) -> tuple[int, int]:
     return int(optimizer.num_landed_steps), int(optimizer.num_skipped_steps)
 
 
+@pytest.mark.default("_sharded", "_chain")
 @pytest.mark.parametrize("build", KINDS)
 def test_counts_are_saved_and_resumed(build: Any, tmp_path: Path) -> None:
     """Through a state dict, through a checkpoint, twice in a row, into an optimizer that has stepped already."""

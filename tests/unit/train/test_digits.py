@@ -147,7 +147,7 @@ def test_impossible_sizes_are_refused(config: DigitsConfig, message: str) -> Non
         DigitsTask(config, seed=0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.default("fp32")
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_training_lowers_the_loss(precision: str, tmp_path: Path) -> None:
     """A short run of the program on small scenes learns, in each precision."""

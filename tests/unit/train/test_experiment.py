@@ -62,6 +62,7 @@ def test_a_run_that_only_skips_is_counted_whole(tmp_path: Path) -> None:
     assert outcome("static_scaling_65536", 0, tmp_path) == Outcome("static_scaling_65536", 0, 0.1, 2, 2, 0.25, 1.0, 1.0)
 
 
+@pytest.mark.slow
 def test_picture_has_two_panels_and_names_at_the_lines(tmp_path: Path) -> None:
     """Loss and scale; fp32 beside fp16 with and without scaling. No white ground, and letters that dark pages show."""
     pytest.importorskip("matplotlib")
@@ -128,7 +129,7 @@ def test_arguments_that_would_mix_up_the_runs_are_refused(argument: str, message
         main([argument])
 
 
-@pytest.mark.weekly(minutes=0.6)
+@pytest.mark.release
 def test_experiment_runs_and_does_not_repeat_itself(tmp_path: Path) -> None:
     """Five runs per seed with the further options; a second call finds them done and writes the same results."""
     arguments = ["seeds=0", f"folder={tmp_path}", *TINY]

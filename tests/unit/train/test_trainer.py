@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from megascale.train.config import load_config
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
 from megascale.train.trainer import Trainer
-from tests.cases import cases
 from tests.counting import OperatorCounter
 
 TINY = [
@@ -33,6 +33,7 @@ TINY = [
 ]
 
 
+@pytest.mark.default("3")
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_stop_at_a_checkpoint_saves_once(tmp_path: Path, every: int) -> None:
     """A stop that is noticed at a step that is saved anyway ends cleanly, and the same run then finishes."""
@@ -75,11 +76,8 @@ def _run(folder: Path, *arguments: str, stop_at: int | None = None) -> int:
         return trainer.run()
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("stop_at", "evaluate_every"),
-    cases(range(6), [3, 100], quick=lambda stop_at, evaluate_every: evaluate_every == 100 or stop_at in {2, 5}),
-)
+@pytest.mark.default("4-100")
+@pytest.mark.parametrize(("stop_at", "evaluate_every"), list(product(range(6), [3, 100])))
 def test_stopped_at_any_step_ends_as_if_it_had_not_been(tmp_path: Path, stop_at: int, evaluate_every: int) -> None:
     """A SIGTERM at any step, also the last: after the next run summary and log are those of a run without it.
 
@@ -95,6 +93,7 @@ def test_stopped_at_any_step_ends_as_if_it_had_not_been(tmp_path: Path, stop_at:
     assert _rows(tmp_path / "cut")[-1]["total_accuracy"] == str(_summary(tmp_path / "straight")["total_accuracy"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_learning_rate_follows_landed_steps(tmp_path: Path, name: str) -> None:
     """At scale 2**32 the first steps overflow: each rate is that of the steps landed so far, also after resuming.

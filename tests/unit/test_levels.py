@@ -1,0 +1,85 @@
+"""No test is lost: each is in the default run, in `.ci/run` or in `.ci/release`, and in one of them only."""
+
+import re
+import tomllib
+from itertools import product
+from pathlib import Path
+
+import pytest
+from _pytest.mark.expression import Expression
+
+from tests.levels import DEFAULT, UNKNOWN_CASES, leave_to_slow
+
+ROOT = Path(__file__).parents[2]
+PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+
+
+def _of_whole_runs(script: str) -> list[str]:
+    """Return the expressions of a script's runs of all tests, which name no file."""
+    return re.findall(r'-m pytest -m "([^"]+)"(?! -| tests| \\)', (ROOT / ".ci" / script).read_text())
+
+
+def _takes(run: str, marks: set[str]) -> bool:
+    def is_marked(name: str, /, **_: object) -> bool:
+        return name in marks
+
+    return Expression.compile(run).evaluate(is_marked)
+
+
+def test_each_level_has_one_run() -> None:
+    """Whatever marks a test has, one of the expressions takes it: none is in neither script, none in both."""
+    default = PYTEST["addopts"][PYTEST["addopts"].index("-m") + 1]
+    assert default == DEFAULT
+    runs = [default, *_of_whole_runs("run"), *_of_whole_runs("release")]
+    assert len(runs) == 3
+    for slow, release in product([False, True], repeat=2):
+        marks = {name for name, marked in (("slow", slow), ("release", release)) if marked}
+        taken = [run for run in runs if _takes(run, marks)]
+        assert len(taken) == 1, (marks, taken)
+
+
+def test_marks_are_levels_or_needs() -> None:
+    """No other mark leaves tests out: what a test needs of the machine skips it with a reason, see tests/needs.py."""
+    assert PYTEST["testpaths"] == ["tests"]
+    marks = {line.partition(":")[0].partition("(")[0] for line in PYTEST["markers"]}
+    assert marks == {"default", "slow", "release", "gpu", "native", "c_compiler"}
+
+
+def test_every_script_is_run() -> None:
+    """`.ci/run` and `.ci/release` name every other program of the checks."""
+    scripts = {path.name for path in (ROOT / ".ci").iterdir()}
+    text = "".join((ROOT / ".ci" / name).read_text() for name in ("run", "release"))
+    assert {name for name in scripts - {"run", "release"} if f".ci/{name}" not in text} == set()
+
+
+def test_default_names_cases_that_exist(request: pytest.FixtureRequest) -> None:
+    """A case that has another name now would leave the default run in silence."""
+    config = request.config
+    if not hasattr(config, "workerinput") and config.args_source is not config.ArgsSource.TESTPATHS:
+        pytest.skip("a run of some tests does not see all cases")
+    assert config.stash[UNKNOWN_CASES] == set()
+
+
+class Item:
+    """What is asked of a collected test: its name and marks."""
+
+    def __init__(self, nodeid: str, *names: str) -> None:
+        self.nodeid = nodeid
+        self.marks = {"default": pytest.mark.default(*names).mark} if names else {}
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        """Return the mark of that name."""
+        return self.marks.get(name)
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        """Take one more mark."""
+        self.marks[mark.name] = mark.mark
+
+
+def test_default_names_cases() -> None:
+    """The cases that it names are quick, the others slow; a name that no case has is told."""
+    names = ("one-two", "*-three", "four")
+    items = [Item(f"file.py::test[{case}]", *names) for case in ("one-two", "one-three", "one", "two")]
+    plain = Item("file.py::other[one]")
+    assert leave_to_slow([*items, plain]) == {"file.py::test: four"}  # type: ignore[list-item]
+    assert ["slow" in item.marks for item in [*items, plain]] == [False, False, True, True, False]
