@@ -318,10 +318,11 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             member.round_main_params()
 
     def finish_param_gather(self) -> None:
-        """Wait until parameters are gathered, or back from host memory. Modules wait for their own by themselves.
+        """Wait until parameters are gathered, or back from host memory. Modules wait in forward and for state dicts.
 
-        Call it after a step and before code that writes parameters: weights that arrive later replace what was written.
-        With ``overlap_param_gather`` and ``overlap_cpu_optimizer_d2h_h2d`` the next step refuses such a write.
+        With ``overlap_param_gather`` and ``overlap_cpu_optimizer_d2h_h2d`` call it after a step and before anything
+        else that reads weights, as a copy of the model does, or writes them: weights that arrive later replace what was
+        written, and the next step refuses such a write.
         """
         for member in self.recipe.members:
             member.main_params.wait()

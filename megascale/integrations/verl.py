@@ -128,6 +128,8 @@ class MegascaleEngine:
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move weights, optimizer or gradients, as verl does around rollouts; main params go with the optimizer."""
         is_ours = optimizer and isinstance(self.optimizer, MixedPrecisionOptimizer)
+        if model and isinstance(self.optimizer, MixedPrecisionOptimizer):
+            self.optimizer.finish_param_gather()
         super().to(device, model=model, optimizer=optimizer and not is_ours, grad=grad)  # type: ignore[misc]
         if is_ours and device == get_device_name():
             self.optimizer.reload()

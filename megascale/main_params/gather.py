@@ -1,7 +1,7 @@
 """Model params as views of flat buckets, gathered after each rank has updated its shard.
 
 All gathers start during the step, in the order in which forward needs them. Without overlap the step ends when all have
-ended. With overlap, modules wait for a bucket just before forward uses its parameters:
+ended. With overlap, modules wait for a bucket just before forward uses its parameters, unless compiled code calls them:
 :mod:`megascale.main_params.gather_hooks`.
 """
 
@@ -158,20 +158,24 @@ class ParamGather:
         return [self.buckets[index] for index in sorted(self.buckets, reverse=True)]
 
     def start_all(self) -> None:
-        """Start the gathers that this step has not started: all ranks gather every bucket, updated or not."""
-        self._hooks.leave_regions()
+        """Start the gathers that this step has not started: all ranks gather every bucket, updated or not.
+
+        Without overlap, and where compiled code reads weights, wait for them.
+        """
         for bucket in self.in_forward_order():
             if not bucket.was_started:
                 bucket.start()
             bucket.was_started = False
             if self.overlap:
                 bucket.watch()
+        if not self.overlap or self._hooks.are_compiled:
+            self._end()
 
     def wait(self) -> None:
         """Wait until every parameter is whole."""
         _wait(self.buckets)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Wait, on behalf of all streams that wait for the current one later: the gather is a part of the step."""
         _begin(self.buckets)
         for bucket in self.buckets.values():

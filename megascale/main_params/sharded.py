@@ -265,8 +265,6 @@ class ShardedMainParams(MainParams):
     def end_step(self) -> None:
         """See :class:`MainParams`. With overlap the gather continues during the next forward."""
         self._gather.start_all()
-        if not self._gather.overlap:
-            self._gather.end()
 
     @override
     def why_not_capturable(self) -> str | None:

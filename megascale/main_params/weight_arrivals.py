@@ -44,7 +44,8 @@ class WeightArrivals:
     """Runs updates in a thread, one after the other, and lets their weights travel; readers wait for their own.
 
     Modules wait in forward: each that owns or reads such parameters gets the hooks of an overlapping gather, when it
-    is first called. A parameter that no called module has read is not awaited by anybody: see :meth:`unawaited`.
+    is first called. A parameter that no called module has read, or that compiled code may read, is not awaited by
+    anybody: see :meth:`unawaited`.
 
     Args:
         device: of the model params.
@@ -56,6 +57,7 @@ class WeightArrivals:
         self._are_gathered = are_gathered
         self._thread = MessageThread()
         self._hooks = GatherHooks(self)
+        self._awaited: set[int] = set()
         self._sent: dict[int, _Sent] = {}
         self._written_too_early: list[str] = []
         self._tracked: set[int] = set()
@@ -78,7 +80,9 @@ class WeightArrivals:
 
     def unawaited(self, params: Sequence[MainParam]) -> bool:
         """Whether there is one among ``params`` that no module waits for."""
-        return not self._are_gathered and any(id(param.model) not in self._hooks.awaited for param in params)
+        if self._are_gathered:
+            return False
+        return self._hooks.are_compiled or any(id(param.model) not in self._awaited for param in params)
 
     def wait_of(self, params: Sequence[MainParam]) -> Callable[[], None] | None:
         """Return what lets the calling thread's current stream wait for the weights of ``params``, of one unit.
@@ -90,7 +94,6 @@ class WeightArrivals:
 
     def start(self, params: Sequence[MainParam], update: Callable[[], bool]) -> None:
         """Run ``update`` in the thread, after those before it. Where it returns True, send the weights."""
-        self._hooks.leave_regions()
         stream = self._stream
         event = torch.Event(self.device) if stream is not None else None
 
@@ -140,17 +143,13 @@ class WeightArrivals:
 
     def found(self, module: nn.Module) -> None:
         """Take note of a module that is about to run forward."""
-        if module in self._seen:
-            if module in self._hooks:
-                return  # its own hook waits
-        else:
-            self._seen.add(module)
-            if any(id(param) in self._tracked for param in module.parameters()):
-                self._hooks.find_compiled(module)
+        if module in self._hooks and module in self._seen:
+            return  # its own hook waits
+        self._seen.add(module)
         read = [param for param in params_read_by(module) if id(param) in self._tracked]
         if read:
             self._hooks.add([module])
-            self._hooks.awaited.update(map(id, read))
+            self._awaited.update(map(id, read))
             self.wait_for(read)
 
 

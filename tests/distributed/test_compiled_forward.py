@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.modules import module
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.main_params.gather_hooks import CompiledCall
 from megascale.step.host_update import HostUpdate
 from megascale.utils.dtensors import to_local
 from tests.meshes import mesh_of
@@ -142,30 +141,27 @@ def _live(optimizer: MixedPrecisionOptimizer, forward: Callable[[Tensor], Tensor
     optimizer.finish_param_gather()
 
 
-def _graphs_and_bits(held: str, way: str, when: str, fullgraph: bool) -> tuple[list[int], list[int], bool]:
+def _graphs_and_bits(held: str, way: str, when: str) -> tuple[list[int], list[int], bool]:
     """Return the sizes of graphs without what arrives late, those with it, and whether weights are the same."""
     plain, compiler = Compiler(), Compiler()
     bare = plain.compile(_model(), way)
     bare(torch.ones(4, 8).bfloat16())
 
     reference = _model()
-    without = {"offloaded": "offloaded"}.get(held, "plain")
-    _live(_optimizer(reference, without, {}), reference)
+    _live(_optimizer(reference, "offloaded" if held == "offloaded" else "plain", {}), reference)
 
     model = _model()
     options = HELD[held][1]
-    if when == "before":
-        forward = compiler.compile(model, way, fullgraph=fullgraph)
-        optimizer = _optimizer(forward if isinstance(forward, nn.Module) else model, held, options)
-    else:
+    if when == "after":
         optimizer = _optimizer(model, held, options)
-        forward = compiler.compile(model, way, fullgraph=fullgraph)
+        forward = compiler.compile(model, way, fullgraph=True)
+    else:
+        forward = compiler.compile(model, way, fullgraph=True)
+        if when == "after the first call":
+            forward(torch.ones(4, 8).bfloat16())
+        optimizer = _optimizer(forward if isinstance(forward, nn.Module) else model, held, options)
     _delay(optimizer)
     _live(optimizer, forward)
-    update = optimizer._member.update
-    if held == "offloaded" and isinstance(update, HostUpdate):
-        is_awaited_in_step = update._arrivals.unawaited(list(optimizer._member.main_params))
-        assert is_awaited_in_step == (way in {"function", "model in place"})
     return plain.sizes, compiler.sizes, all(map(bits_equal, _weights(reference), _weights(model)))
 
 
@@ -182,46 +178,39 @@ def _reset() -> None:
 GRAPHS = [
     (held, *how)
     for held in HELD
-    for how in [("model", "after"), ("blocks in place", "before"), ("function", "after"), ("model in place", "before")]
+    for how in [
+        ("function", "after"),
+        ("blocks in place", "before"),
+        ("blocks", "before"),
+        ("model", "after the first call"),
+        ("model in place", "after the first call"),
+    ]
 ]
 
 
-@pytest.mark.default("offloaded-blocks in place-before")
+@pytest.mark.default("offloaded-blocks in place-before", "gathered-function-after")
 @pytest.mark.parametrize(("held", "way", "when"), GRAPHS)
 def test_graphs_stay_whole(ranks: RankPool, held: str, way: str, when: str) -> None:
-    """A compiled model has the graphs that it has without the overlap, and the bits; step() waits for nothing.
-
-    With an update in host memory it waits where a model is found in compiled code only. when: the model is compiled
-    before the optimizer is built, or after.
+    """A compiled model has one graph, that which it has without the overlap, and the bits: its weights are awaited
+    before. when: the model is compiled before the optimizer is built, or after.
     """
-    for bare, sizes, is_same in ranks.run(HELD[held][0], _graphs_and_bits, held, way, when, False):
+    for bare, sizes, is_same in ranks.run(HELD[held][0], _graphs_and_bits, held, way, when):
         assert is_same
         assert set(sizes) == set(bare)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("way", ["model", "blocks", "blocks in place"])
-def test_fullgraph(ranks: RankPool, held: str, way: str) -> None:
-    """Modules that were compiled before the optimizer was built wait outside of a graph that may not break."""
-    for bare, sizes, is_same in ranks.run(HELD[held][0], _graphs_and_bits, held, way, "before", True):
-        assert is_same
-        assert set(sizes) == set(bare)
-
-
-def _parts_apart(held: str) -> bool:
-    """Call the compiled model in one step, and compiled functions of its parts in the next."""
+def _now_and_then(held: str) -> bool:
+    """Call the model in two steps, and compiled functions of its parts in the next two."""
     reference = _model()
     _live(_optimizer(reference, "offloaded" if held == "offloaded" else "plain", {}), reference)
     model, calls = _model(), 0
-    whole = torch.compile(model, backend="eager")
     parts = [torch.compile(lambda x, part=part: part(x), backend="eager") for part in (*model.blocks, model.head)]
 
     def forward(x: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        if calls % 4 < 2:
-            return whole(x)
+        if calls <= 4:
+            return model(x)
         for part in parts:
             x = part(x)
         return x
@@ -229,28 +218,21 @@ def _parts_apart(held: str) -> bool:
     optimizer = _optimizer(model, held, HELD[held][1])
     _delay(optimizer)
     _live(optimizer, forward)
-    for without_params in (
-        next(one for one in model.modules() if isinstance(one, nn.GELU)),
-        nn.GELU(),
-    ):  # there is nothing to wait for
-        torch.compile(without_params, backend="eager", fullgraph=True)(torch.ones(1))
-    another = _model()
-    torch.compile(lambda x: another(x), backend="eager", fullgraph=True)(torch.ones(4, 8).bfloat16())
     return all(map(bits_equal, _weights(reference), _weights(model)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held", HELD)
-def test_parts_apart(ranks: RankPool, held: str) -> None:
-    """A part waits although the whole has waited in the step before, and the other way round."""
-    assert all(ranks.run(HELD[held][0], _parts_apart, held))
+def test_compiled_from_some_step_on(ranks: RankPool, held: str) -> None:
+    """Compiled code that is first called while weights are on their way has them, too."""
+    assert all(ranks.run(HELD[held][0], _now_and_then, held))
 
 
-def _fully_sharded(fullgraph: bool) -> bool:
+def _fully_sharded() -> bool:
     def build(options: dict[str, Any], compiler: Compiler | None) -> tuple[Model, MixedPrecisionOptimizer]:
         model = _model()
         if compiler is not None:
-            compiler.compile(model, "blocks in place", fullgraph=fullgraph)
+            compiler.compile(model, "blocks in place", fullgraph=True)
         for layer in (*model.blocks, model):
             fully_shard(layer, mesh=mesh_of((2,), ("dp",)))
         inner = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
@@ -264,38 +246,30 @@ def _fully_sharded(fullgraph: bool) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_fsdp2(ranks: RankPool, fullgraph: bool) -> None:
+def test_fsdp2(ranks: RankPool) -> None:
     """Blocks that are compiled, then sharded by FSDP2, as torchtitan's are."""
-    assert ranks.run(2, _fully_sharded, fullgraph) == [True, True]
+    assert ranks.run(2, _fully_sharded) == [True, True]
 
 
-def _another_optimizer() -> list[bool]:
-    """Live two lives on one compiled model, the first of which ends in an error of forward."""
-    compiler = Compiler()
+def _another_optimizer(held: str) -> list[bool]:
+    """Live two lives on one compiled model."""
     model, reference = _model(), _model()
-    model.compile(backend=compiler)
-    first = _optimizer(model, "offloaded", OFFLOAD)
-    _live(first, model, range(2))
-    with pytest.raises(RuntimeError):
-        model(torch.ones(4, 7).bfloat16())
-    _live(first, model, range(2, 3))
-    del first
+    forward = torch.compile(lambda x: model(x), backend="eager")
+    _live(_optimizer(model, held, HELD[held][1]), forward)
     gc.collect()
     model.head(torch.ones(4, 8).bfloat16())  # a hook of all modules goes with the first call
     assert not module._global_forward_pre_hooks
-    assert not isinstance(model._compiled_call_impl, CompiledCall)
-    second = _optimizer(model, "offloaded", OFFLOAD)
+    assert not any(one._forward_pre_hooks for one in model.modules())
+    second = _optimizer(model, held, HELD[held][1])
     _delay(second)
-    _live(second, model)
-    before = _optimizer(reference, "offloaded", {})
-    _live(before, reference, range(3))
-    del before
-    _live(_optimizer(reference, "offloaded", {}), reference)
+    _live(second, forward)
+    for _ in range(2):
+        _live(_optimizer(reference, "offloaded" if held == "offloaded" else "plain", {}), reference)
     return [all(map(bits_equal, _weights(reference), _weights(model)))]
 
 
 @pytest.mark.slow
-def test_another_optimizer(ranks: RankPool) -> None:
-    """After an error in forward, and with a second optimizer, a compiled model still waits for its weights."""
-    assert ranks.run(1, _another_optimizer) == [[True]]
+@pytest.mark.parametrize("held", HELD)
+def test_another_optimizer(ranks: RankPool, held: str) -> None:
+    """The compiler does not trace a model anew for a second optimizer, whose weights are awaited all the same."""
+    assert ranks.run(HELD[held][0], _another_optimizer, held) == [[True]] * HELD[held][0]

@@ -63,8 +63,7 @@ def _hooks_on(module: nn.Module) -> int:
     of_params = sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters())
     names = ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
     of_modules = sum(len(getattr(one, name)) for one in module.modules() for name in names)
-    methods = sum(name in vars(one) for one in module.modules() for name in ("__getstate__", "__deepcopy__", "_apply"))
-    return of_params + of_modules + methods
+    return of_params + of_modules
 
 
 def _buffers_of(optimizer: MixedPrecisionOptimizer) -> list[Any]:

@@ -1,6 +1,5 @@
 """Main params and state in host memory: the bits of a life without, whoever reads meanwhile."""
 
-import copy
 import gc
 import threading
 import warnings
@@ -205,7 +204,6 @@ def _after_a_trip(_module: Tiny, optimizer: MixedPrecisionOptimizer) -> dict[str
 READS: dict[str, Callable[[Tiny, MixedPrecisionOptimizer], Any]] = {
     "forward": lambda module, _: module(torch.ones(1, 4).half()),
     "module.state_dict()": lambda module, _: module.state_dict(),
-    "deepcopy": lambda module, _: copy.deepcopy(module).state_dict(),
     "state_dict()": lambda _, optimizer: optimizer.state_dict(),
     "main_params()": lambda _, optimizer: {name: main.clone() for name, main in optimizer.main_params()},
     "state": lambda module, optimizer: optimizer.state[module.first.weight]["exp_avg"].clone(),
