@@ -15,9 +15,9 @@ ours goes into every parameter's state, next to the moments, as they carry that 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,13 +63,14 @@ class StateDict(dict[str, Any]):
 
     _torch_layout: dict[str, Any] | None = None
     _as_made: Any = None
+    """Both layouts, as torch's was made: :func:`_noted`."""
 
     def __missing__(self, key: str) -> Any:
         if key not in TORCH_KEYS or not dict.__contains__(self, "optimizer"):
             raise KeyError(key)
         if self._torch_layout is None:
             self._torch_layout = to_torch_layout(self)
-            self._as_made = _traced(self._torch_layout)
+            self._as_made = self._noted_layouts(self._torch_layout)
         return self._torch_layout[key]
 
     # Whatever reads or writes this dict comes through one of these six.
@@ -117,14 +118,26 @@ class StateDict(dict[str, Any]):
 
     def _take_edits(self) -> None:
         """Put torch's layout in the place of ours if it was written to. Raises StateDictError if both were."""
-        if self._torch_layout is None or _traced(self._torch_layout) == self._as_made:
+        if self._torch_layout is None:
             return
-        if _traced(to_torch_layout(dict(dict.items(self)))) != self._as_made:
+        torchs, ours = self._as_made
+        if _is_as_noted(self._torch_layout, torchs):
+            return
+        if not _is_as_noted(dict(dict.items(self)), ours):
             raise StateDictError(
                 "state dict was written to in two layouts, below 'optimizer' or 'main_params' and below 'state' or "
                 "'param_groups': write to one of them, in a new state_dict()"
             )
         self._put_torch_layout(self._torch_layout)
+
+    def _noted_layouts(self, torchs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return both layouts, noted. Torch's alone has copies of the scaler's state and counts, ours their origins.
+
+        Any other tensor is in both: what is written into it is written to both.
+        """
+        copies = {NUM_STATES, *(name for names in SHARED.values() for name in names.values())}
+        ours = {key: _noted(value, SHARED.get(key, ())) for key, value in dict.items(self)}
+        return _noted(torchs, copies), ours
 
     def _put_torch_layout(self, layout: dict[str, Any]) -> None:
         self._torch_layout = None
@@ -166,23 +179,38 @@ def require_one_layout(state_dict: Any) -> None:
             )
 
 
-def _traced(layout: Mapping[str, Any]) -> Any:
-    """Return what tells whether torch's layout has been written to: of a tensor, which ours has too, which one it is.
+class _NotedTensor(NamedTuple):
+    """A tensor, and how often torch had counted a write into it; None: writes into it do not count."""
 
-    The tensors that only this layout has, copies of the scaler's state and the like, are their values.
-    """
-    copies = {NUM_STATES, *(name for names in SHARED.values() for name in names.values())}
-
-    def trace(value: Any, name: object = None) -> Any:
-        if isinstance(value, Tensor):
-            return repr(value.item()) if name in copies and value.numel() == 1 else id(value)
-        if isinstance(value, Mapping):
-            return {key: trace(item, key) for key, item in value.items()}
-        return [trace(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    return trace({key: layout[key] for key in TORCH_KEYS if key in layout})
+    tensor: Tensor
+    version: int | None
 
 
+def _noted(value: Any, counted: Collection[object], name: object = None) -> Any:
+    """Return a nest as it is now, for :func:`_is_as_noted`. ``counted``: names of tensors into which writes count."""
+    if isinstance(value, Tensor):
+        return _NotedTensor(value, value._version if name in counted and not value.is_inference() else None)
+    if isinstance(value, Mapping):
+        return {key: _noted(item, counted, key) for key, item in value.items()}
+    return [_noted(item, counted) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_as_noted(value: Any, noted: Any) -> bool:
+    """Return whether a nest has the same tensors and equal values as it had, and nothing was written that counts."""
+    if isinstance(noted, _NotedTensor):
+        return value is noted.tensor and (noted.version is None or value._version == noted.version)
+    if isinstance(noted, dict):
+        return (
+            isinstance(value, Mapping)
+            and value.keys() == noted.keys()
+            and all(_is_as_noted(value[key], before) for key, before in noted.items())
+        )
+    if isinstance(noted, list):
+        return isinstance(value, (list, tuple)) and len(value) == len(noted) and all(map(_is_as_noted, value, noted))
+    return value is noted or (type(value) is type(noted) and bool(value == noted))
+
+
+@torch.inference_mode(mode=False)  # writes into the copies are counted
 def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return our layout as torch's, keyed by position. New dicts and lists, the same tensors.
 

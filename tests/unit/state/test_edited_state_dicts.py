@@ -109,17 +109,46 @@ def test_a_read_changes_nothing() -> None:
     assert len(state) == len(keys)
 
 
-def test_both_layouts_written_to_are_an_error() -> None:
-    """Which one was meant cannot be known. Ours alone is read as ever, and torch's after it was asked for anew."""
+OURS: dict[str, Callable[[Any], Any]] = {
+    "an option": lambda state: state["optimizer"]["param_groups"][0].update(weight_decay=0.5),
+    "a list": lambda state: state["optimizer"]["param_groups"][0]["params"].reverse(),
+    "another moment": lambda state: state["optimizer"]["state"]["first.weight"].update(exp_avg=torch.zeros(3)),
+    "an entry": lambda state: state["optimizer"]["state"]["first.weight"].pop("exp_avg"),
+    "the scale, in place": lambda state: state["grad_scaler"]["scale"].fill_(4.0),
+    "a count": lambda state: state["step_counts"].update(landed=7),
+}
+TORCHS: dict[str, Callable[[Any], Any]] = {
+    "a rate": lambda layout: layout["param_groups"][0].update(lr=RATE),
+    "a rate as a tensor": lambda layout: layout["param_groups"][0].update(lr=torch.tensor(1e-2)),
+    "a scale, in place": lambda layout: layout["state"][0]["grad_scaler_scale"].fill_(8.0),
+    "a moment": lambda layout: layout["state"][0].update(exp_avg=torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize(("ours", "torchs"), [(name, "a rate") for name in OURS] + [("an option", t) for t in TORCHS])
+def test_both_layouts_written_to_are_an_error(ours: str, torchs: str) -> None:
+    """Which one was meant cannot be known. What was written to ours alone is kept."""
     state = _trained().state_dict()
-    held = state["param_groups"][0]
-    state["optimizer"]["param_groups"][0]["weight_decay"] = 0.5
-    other = _trained()
-    other.load_state_dict(state)
-    assert other.param_groups[0]["weight_decay"] == 0.5
-    held["lr"] = RATE
+    layout = {key: state[key] for key in ("state", "param_groups")}
+    OURS[ours](state)
+    assert "optimizer" in dict(state)
+    TORCHS[torchs](layout)
     with pytest.raises(StateDictError, match=r"written to in two layouts.*write to one of them"):
-        other.load_state_dict(state)
+        dict(state)
+
+
+@pytest.mark.parametrize("torchs", TORCHS)
+def test_each_write_to_torchs_layout_is_seen(torchs: str) -> None:
+    """Also one that puts an equal number of another type, and one into a tensor that both layouts have is of both."""
+    optimizer = _trained()
+    with torch.inference_mode():
+        state = optimizer.state_dict()
+        layout = {key: state[key] for key in ("state", "param_groups")}
+        layout["state"][0]["exp_avg"].zero_()
+        state["optimizer"]["state"]["first.weight"]["exp_avg_sq"].zero_()
+        assert "optimizer" in dict(state)
+        TORCHS[torchs](layout)
+        assert list(state) == ["state", "param_groups"]
 
 
 def test_a_file_has_both_names_for_one_thing() -> None:
