@@ -24,6 +24,7 @@ from megascale.step.recipe import StepRecipe
 from megascale.step.result import StepResult
 from megascale.utils import announce, call_site, validate
 from megascale.utils.collectives import raise_together
+from megascale.utils.dtensors import to_local
 from megascale.utils.graph_breaks import methods_outside_of_graphs
 from megascale.utils.step_hooks import with_step_hooks
 
@@ -315,7 +316,11 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             error = caught
         raise_together(error, self.groups.grad_stats)
         for member in self.recipe.members:
-            member.round_main_params()
+            for param in member.main_params:
+                if param.is_copy and param.remainder is None:
+                    param.store(to_local(param.main))
+            member.end_rounding()
+        self.finish_param_gather()
 
     def finish_param_gather(self) -> None:
         """Wait until parameters are gathered, or back from host memory. Modules wait in forward and for state dicts.

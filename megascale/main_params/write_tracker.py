@@ -134,6 +134,10 @@ class WriteTracker:
 class WriteWatch:
     """Tells which params are written while values that will replace theirs are on their way.
 
+    Reads all versions twice per step: when the values leave and when they have arrived. The tracker's cannot stand for
+    the first: it reads them before or after the values leave, and later calls take writes over into it, so that a write
+    meanwhile would be known there and not be named.
+
     Args:
         params: by name.
     """

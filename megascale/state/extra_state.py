@@ -115,7 +115,7 @@ class ExtraState:
 
     def _lent(self) -> AbstractContextManager[None]:
         params = [param for param in self._params if param.is_owned]
-        return lent(self._optimizer, params, [None] * len(params))
+        return lent(holders_of(self._optimizer), params, [None] * len(params))
 
     def _read(self, *, copy: bool) -> dict[str, Any]:
         where = f"{type(self._optimizer).__name__}.state_dict()"

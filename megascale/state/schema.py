@@ -45,7 +45,8 @@ def pack_group(group: Mapping[str, Any], names: Sequence[str], index: int, *, co
     """Return a param group's options with its parameters' names under ``params``.
 
     A rate is a number always. A schedule turns it into a tensor when it first changes, so that types would tell how
-    long a program has run, and torch.distributed.checkpoint would not load it into one that has just begun.
+    long a program has run, and torch.distributed.checkpoint would not load it into one that has just begun. Where that
+    tensor is on an accelerator, reading the number waits for the device.
     """
     options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
     lr = options.get("lr")

@@ -63,8 +63,8 @@ class HostOwnStep(GeneralUpdate):
         return super().apply(copied, decision, mark_written)
 
     @override
-    def _round(self, params: list[MainParam]) -> Tensor:
-        flags = super()._round(params)
+    def _round(self, params: list[MainParam], decision: Decision) -> Tensor:
+        flags = super()._round(params, decision)
         for param in params:
             if param.twin is not None:
                 param.part.copy_(param.twin.weights, non_blocking=has_streams(self._device))

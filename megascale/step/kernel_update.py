@@ -395,21 +395,17 @@ def _prepared(
     # As for fp32 model params: a decoded main param is rounded when it is encoded.
     is_rounded = [param.is_copy and decoded is None for param in chosen]
     models = [param.rounded if own else main for param, main, own in zip(chosen, mains, is_rounded, strict=True)]
+    listed: Any = TensorList  # parts of it need not be read again
     operands = Operands(
-        model=_column(models),
-        main=_column(mains),
+        model=listed(models),
+        main=listed(mains),
         state={
-            name: _column([to_local(column[i]) for i in indices]) for name, column in state.items() if name != "step"
+            name: listed([to_local(column[i]) for i in indices]) for name, column in state.items() if name != "step"
         },
         start=[start_of(param) for param in chosen] if any(map(is_scale, state)) else [],
-        step=_column([state["step"][index] for index in indices]) if "step" in state else [],
+        step=listed([state["step"][index] for index in indices]) if "step" in state else [],
     )
     if decoded is None and chosen[0].remainder is not None:
         operands.remainder = [to_local(param.memory) for param in chosen]
     rounds_to_fp16 = any(param.is_copy and param.model.dtype == torch.float16 for param in chosen)
     return Prepared(chosen, indices, operands, rounds_to_fp16, decoded)
-
-
-def _column(tensors: list[Tensor]) -> Any:
-    """Return a list of operands that a part of them need not read again."""
-    return TensorList(tensors)

@@ -27,15 +27,17 @@ def holders_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimi
     params: set[int] = set()
 
     def search(path: str, value: Any) -> None:
-        if isinstance(value, torch.optim.Optimizer) and id(value) not in seen:
-            seen.add(id(value))
-            if not params:
-                params.update(_param_ids(optimizer))
-            if not params.isdisjoint(_param_ids(value)):
-                found[path] = value
-                search_in(f"{path}.", vars(value))
-        elif isinstance(value, (list, tuple)):
+        if not isinstance(value, (torch.optim.Optimizer, list, tuple)) or id(value) in seen:
+            return
+        seen.add(id(value))  # a list may hold itself
+        if not isinstance(value, torch.optim.Optimizer):
             search_in(f"{path}.", dict(enumerate(value)))
+            return
+        if not params:
+            params.update(_param_ids(optimizer))
+        if not params.isdisjoint(_param_ids(value)):
+            found[path] = value
+            search_in(f"{path}.", vars(value))
 
     def search_in(prefix: str, attributes: Mapping[Any, Any]) -> None:
         for name, value in attributes.items():
@@ -71,13 +73,14 @@ def is_narrow(value: Any, param: MainParam) -> bool:
 
 @contextmanager
 def lent(
-    optimizer: torch.optim.Optimizer, params: Sequence[MainParam], grads: Sequence[Tensor | None]
+    holders: Mapping[str, torch.optim.Optimizer], params: Sequence[MainParam], grads: Sequence[Tensor | None]
 ) -> Iterator[None]:
-    """Show the optimizer main params in place of model params inside the context; restore all of it after.
+    """Show optimizers main params in place of model params inside the context; restore all of it after.
 
-    It sees these parameters alone: others may still have a gradient, by which it would update them.
+    They see these parameters alone: others may still have a gradient, by which they would be updated.
 
     Args:
+        holders: the wrapped optimizer and those that it holds, as :func:`holders_of` returns them.
         params: owned by this rank, and decoded.
         grads: of each the local gradient, unscaled, in the main param's dtype; None: it has none.
 
@@ -85,8 +88,8 @@ def lent(
     """
     main_of = {id(param.model): param.main for param in params}
     copies = [param for param in params if param.main is not param.model]
-    holders = list(holders_of(optimizer).values())
-    groups_before = [list(holder.param_groups) for holder in holders]
+    optimizers = list(holders.values())
+    groups_before = [list(holder.param_groups) for holder in optimizers]
     params_before = [[group["params"] for group in groups] for groups in groups_before]
     memory = [to_local(param.main) for param in params]
     set_aside = ExitStack()
@@ -96,7 +99,7 @@ def lent(
                 set_aside.enter_context(replaceable_grad(param.model))
             param.main.grad = None if grad is None else dtensor_like(grad, param.main)
         # State is keyed by parameter: it moves to the key under which the optimizer looks for it.
-        for holder in holders:
+        for holder in optimizers:
             for param in copies:
                 if param.model in holder.state:
                     holder.state[param.main] = holder.state.pop(param.model)
@@ -109,7 +112,7 @@ def lent(
             param.main.grad = None
         set_aside.close()
         changed = False
-        for holder, groups, listed in zip(holders, groups_before, params_before, strict=True):
+        for holder, groups, listed in zip(optimizers, groups_before, params_before, strict=True):
             if len(holder.param_groups) != len(groups):
                 changed, holder.param_groups[:] = True, groups
             for group, models in zip(holder.param_groups, listed, strict=True):
@@ -123,6 +126,6 @@ def lent(
                 held(param.main).data = before.copy_(now)
     if changed:
         raise UsageError(
-            f"{type(optimizer).__name__} added or removed param groups while it held main params; add them by the "
+            f"{type(optimizers[0]).__name__} added or removed param groups while it held main params; add them by the "
             "wrapper's add_param_group()"
         )

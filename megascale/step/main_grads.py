@@ -55,11 +55,13 @@ class _Loan:
 
     def __init__(self, member: StepMember, grads: LentGrads) -> None:
         self.member = member
+        self._decision = grads.decision
+        self._general = member.require_general()
         self._params = [param for param in member.main_params if param.is_owned]
         self._before = Snapshot(member.optimizer, self._params)
         with_grads = [param for param in self._params if id(param) in grads.scaled]
         given = [grads.scaled[id(param)] for param in with_grads]
-        unscaled = member.general.unscaled(with_grads, given, grads.decision)
+        unscaled = self._general.unscaled(with_grads, given, grads.decision)
         of_params = dict(zip(map(id, with_grads), unscaled, strict=True))
         self._grads = [of_params.get(id(param)) for param in self._params]
         self.has_dropped_grads = False
@@ -69,7 +71,7 @@ class _Loan:
         """Lend inside the context."""
         for param in self._params:
             param.decode()
-        with self.member.general.lend(self._params, self._grads):
+        with self._general.lend(self._params, self._grads):
             self.member.is_lent = True
             try:
                 yield
@@ -89,10 +91,8 @@ class _Loan:
 
     def settle(self) -> list[OverflowFlags]:
         """Round main params into model params, and gather these. Returns which main params did not fit."""
-        flags = self.member.general.round_(self._params)
-        for unit in self.member.main_params.units():
-            self.member.main_params.mark_written(unit)
-        self.member.main_params.end_step()
+        flags = self._general.round_(self._params, self._decision)
+        self.member.end_rounding()
         self.member.update.release_scratch()  # state may lie elsewhere now
         return flags
 
@@ -166,7 +166,8 @@ def require_lendable(member: StepMember, *, with_grads: bool) -> None:
             "step with step_with_ready_grads() first, or call zero_grad()"
         )
     member.main_params.residence.require_here("main_grads()")
-    if member.general and with_grads and not member.main_params.are_whole:
+    member.require_general()
+    if with_grads and not member.main_params.are_whole:
         raise UsageError(
             "main_grads() needs whole parameters, and this DistributedOptimizer cuts them at elements; build it with "
             "shard='parameters'"

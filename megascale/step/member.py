@@ -148,9 +148,8 @@ class StepMember:
                 "leave the context first"
             )
 
-    @property
-    def general(self) -> GeneralUpdate:
-        """What lends main params to the wrapped optimizer. Raises UsageError where they are in host memory."""
+    def require_general(self) -> GeneralUpdate:
+        """Return what lends main params to the wrapped optimizer. Raises UsageError where they are in host memory."""
         update = self.update.general if isinstance(self.update, KernelUpdate) else self.update
         if self.main_params.arrivals is None and isinstance(update, GeneralUpdate):
             return update
@@ -167,14 +166,11 @@ class StepMember:
         if not to_load:
             self.update.raise_failure()
 
-    def round_main_params(self) -> None:
-        """Write the rounding of every main param into its model param. Ranks that hold shards call it together."""
-        for param in self.main_params:
-            if param.is_copy and param.remainder is None:
-                param.store(to_local(param.main))
+    def end_rounding(self) -> None:
+        """End what has rounded main params outside of a step: record the writes, and gather shards as a step does."""
         for unit in self.main_params.units():
             self.main_params.mark_written(unit)
-        self.main_params.wait()
+        self.main_params.end_step()
 
     def offload(self, *, pin: bool) -> None:
         """Move main params, state and main grads to host memory; see :meth:`megascale.MixedPrecisionOptimizer.offload`.

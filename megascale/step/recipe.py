@@ -323,7 +323,7 @@ class StepRecipe:
             for member in members:
                 require_lendable(member, with_grads=False)
                 member.sync_from_model()
-                member.general.require_usable_state(member.main_params)
+                member.require_general().require_usable_state(member.main_params)
         except Exception as caught:  # whatever it is: other ranks wait
             error = error or caught
         raise_together(error, self.groups.grad_stats)

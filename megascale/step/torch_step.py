@@ -37,8 +37,9 @@ class GeneralUpdate(InnerUpdate):
         self.optimizer = optimizer
         self.backend = backend
         self.inner_step = inner_step or InnerStep(optimizer)
-        # Of these it is known that they keep no 16-bit state of their own accord.
+        # Of these it is known that they keep no 16-bit state of their own accord, and hold no other optimizer.
         self._is_torchs = type(optimizer) in OWN_STEPS or type(optimizer) in BY_KIND
+        self._holders = {"": optimizer}  # found in the first half of a step, for the second
 
     def backend_on(self, device: torch.device) -> Backend:
         """Return the backend of main params that are on ``device``."""
@@ -50,14 +51,23 @@ class GeneralUpdate(InnerUpdate):
         New state is the optimizer's own affair: it is made of fp32 main params, so that what is 16-bit in it is so on
         purpose.
         """
-        holders = holders_of(self.optimizer)
+        holders = self._find_holders()
         for param in params:
             for holder in holders.values():
                 if not param.is_owned:
                     holder.state.pop(param.model, None)
                 if param.is_copy and (self._is_torchs or param.narrow_state is None):
                     widen(holder, options, param)
-            param.narrow_state = narrow_names(holders, param)
+        self._note_narrow_state(holders, params)
+
+    def _find_holders(self) -> dict[str, torch.optim.Optimizer]:
+        return {"": self.optimizer} if self._is_torchs else holders_of(self.optimizer)
+
+    def _note_narrow_state(self, holders: Mapping[str, torch.optim.Optimizer], params: Sequence[MainParam]) -> None:
+        """Remember which state is 16-bit now: whatever else is found so later was made of 16-bit weights."""
+        if not self._is_torchs:
+            for param in params:
+                param.narrow_state = narrow_names(holders, param)
 
     @override
     def check_options(self, options: dict[str, Any]) -> None:
@@ -113,9 +123,9 @@ class GeneralUpdate(InnerUpdate):
 
     def require_usable_state(self, params: Iterable[MainParam]) -> None:
         """Raise UsageError, naming it, for state without memory, or that a method made of 16-bit weights."""
-        holders = holders_of(self.optimizer)
+        self._holders = self._find_holders()
         for param in params:
-            for path, holder in holders.items():
+            for path, holder in self._holders.items():
                 self._check_state_of(param, holder, f"{path}." if path else "")
 
     def _check_state_of(self, param: MainParam, holder: torch.optim.Optimizer, prefix: str) -> None:
@@ -155,13 +165,13 @@ class GeneralUpdate(InnerUpdate):
         for param in params:
             param.decode()
         try:
-            with self.lend(params, self.unscaled(params, grads, decision)):
+            with self.lend(params, self.unscaled(params, grads, decision), self._holders):
                 self.inner_step()
         except Exception as error:  # whatever it is: other ranks wait
             failure = error
         # After a failure, too: model params must be the roundings of main params, and other ranks wait for the gathers
         # that mark_written() starts.
-        overflow_flags = self.round_(params)
+        overflow_flags = self.round_(params, decision)
         for pending in updates:
             mark_written(pending.unit)
         if failure is not None:
@@ -178,35 +188,45 @@ class GeneralUpdate(InnerUpdate):
             ) from failure
         return overflow_flags
 
-    def round_(self, params: Sequence[MainParam]) -> list[OverflowFlags]:
-        """Round main params into their model params, with their remainders where they are held so."""
+    def round_(self, params: Sequence[MainParam], decision: Decision) -> list[OverflowFlags]:
+        """Round main params into their model params, with their remainders where they are held so.
+
+        ``decision``: of a step that lands.
+        """
         by_device: defaultdict[torch.device, list[MainParam]] = defaultdict(list)
         for param in params:
             if param.is_copy:
                 by_device[to_local(param.main).device].append(param)
-        return [OverflowFlags(held, self._round(held)) for held in by_device.values()]
+        return [OverflowFlags(held, self._round(held, decision.to(device))) for device, held in by_device.items()]
 
-    def _round(self, params: list[MainParam]) -> Tensor:
+    def _round(self, params: list[MainParam], decision: Decision) -> Tensor:
         """Round main params of one device. Returns which of them did not fit, bool, shape [len(params)]."""
         mains, models = [to_local(param.main) for param in params], [param.rounded for param in params]
         device = mains[0].device
         if params[0].remainder is None:
             return self.backend_on(device).write_back_(mains, models)
-        flags = self.backend_on(device).encode_(held_params(params, models, mains), torch.zeros((), device=device))
+        flags = self.backend_on(device).encode_(held_params(params, models, mains), decision.found_inf)
         for param in params:
             param.release()
         return flags
 
     @contextmanager
-    def lend(self, params: Sequence[MainParam], grads: Sequence[Tensor | None]) -> Iterator[None]:
-        """Lend main params to the optimizer inside the context: see :func:`megascale.step.lending.lent`."""
+    def lend(
+        self,
+        params: Sequence[MainParam],
+        grads: Sequence[Tensor | None],
+        holders: Mapping[str, torch.optim.Optimizer] | None = None,
+    ) -> Iterator[None]:
+        """Lend main params to the optimizer inside the context: see :func:`megascale.step.lending.lent`.
+
+        ``holders``: where they are found already; None: they are searched.
+        """
+        holders = holders or self._find_holders()
         try:
-            with self._wide_moments(params), lent(self.optimizer, params, grads):
+            with self._wide_moments(params), lent(holders, params, grads):
                 yield
         finally:
-            holders = holders_of(self.optimizer)
-            for param in params:
-                param.narrow_state = narrow_names(holders, param)
+            self._note_narrow_state(holders, params)
 
     def unscaled(self, params: Sequence[MainParam], grads: Sequence[Tensor], decision: Decision) -> Sequence[Tensor]:
         """Return new local gradients, in the dtypes of main params, times the decision's coefficient."""

@@ -39,6 +39,22 @@ OWN_CELLS = [
 WAYS = ("state dict", "file", "checkpoint")
 
 
+def test_lists_that_hold_themselves() -> None:
+    """An optimizer's lists are searched for other optimizers, each once: a list in itself was a RecursionError."""
+
+    class Cyclic(Lookahead):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner)
+            self.log: list[Any] = [([inner],)]
+            self.log += [self.log, (self, self.log)]
+
+    param = nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = MixedPrecisionOptimizer(Cyclic(torch.optim.AdamW([param], lr=2.0**-5)))
+    param.grad = torch.ones_like(param)
+    assert optimizer.step().success
+    assert optimizer.state[param]["optimizer.exp_avg"].dtype == torch.float32
+
+
 def _step(cell: Cell, model: nn.Module, optimizer: Any, step: int) -> None:
     cell.backward(optimizer, model, integers(cell.shapes, step))
     assert optimizer.step().success
