@@ -32,10 +32,6 @@ from megascale.kernels import NativeBackend, host_backend
 WAYS: dict[str, dict[str, Any]] = {
     "on the device": {},
     "in host memory": {"optimizer_cpu_offload": True},
-    "in host memory, computed on the device": {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_compute": "device",
-    },
     "in host memory, overlap": {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     "in host memory, overlap, 8-bit moments": {
         "optimizer_cpu_offload": True,
@@ -151,9 +147,8 @@ def row_of(name: str, run: Run, rounds: int, first: list[Tensor]) -> Row:
 
 def hidden_fraction(waits: Row, overlaps: Row) -> float:
     """Return the share of the update that the overlap hides, as docs/larger_models.md says."""
-    return round(
-        min(1.0, max(0.01, (waits.iteration - overlaps.iteration) / max(1e-3, waits.iteration - waits.alone))), 2
-    )
+    hidden = (waits.iteration - overlaps.iteration) / max(1e-3, waits.iteration - waits.alone)
+    return round(min(1.0, max(0.01, hidden)), 2)
 
 
 def rows_of_parts(device: torch.device, shapes: list[torch.Size], tokens: int, alone: float) -> list[str]:

@@ -177,7 +177,6 @@ def _config_of(config: OptimizerConfig, kind: str) -> OptimizerConfig:
             config,
             optimizer_cpu_offload=False,
             optimizer_offload_fraction=1.0,
-            optimizer_offload_compute="host",
             overlap_cpu_optimizer_d2h_h2d=False,
         )
     return replace(config, optimizer=kind, lr=config.lr if config.muon_adam_lr is None else config.muon_adam_lr)

@@ -14,7 +14,6 @@ from megascale.utils import validate
 from megascale.utils.spelling import names_arguments
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
-OFFLOAD_COMPUTE = ("host", "device", "auto")
 HYSTERESIS_RESETS = ("growth", "clean_step")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENT_DTYPES = {
@@ -62,7 +61,6 @@ class StepConfig(DecisionConfig):
     store_param_remainders: bool = False
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float = 1.0
-    optimizer_offload_compute: str = "host"
     overlap_cpu_optimizer_d2h_h2d: bool = False
     pin_cpu_grads: bool = True
     pin_cpu_params: bool = True
@@ -70,7 +68,15 @@ class StepConfig(DecisionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_offload(self)
+        if not 0 < validate.non_negative("optimizer_offload_fraction", self.optimizer_offload_fraction) <= 1:
+            raise ArgumentError(
+                f"optimizer_offload_fraction must be above 0 and at most 1, got {self.optimizer_offload_fraction!r}; "
+                "optimizer_cpu_offload=False keeps all on the device"
+            )
+        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
+            raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
+        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
+            raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
         check_moment_dtypes(self)
         if self.muon_ns_dtype not in muon.NS_DTYPES:
             raise ArgumentError(
@@ -149,9 +155,6 @@ class OptimizerConfig(StepConfig):
             memory, at least: above 0, up to 1. Parameters that come first in the param groups, whose weights
             forward needs first, stay on the device. A checkpoint loads into a run with any other. The page *Train
             larger models* chooses it from two timed runs. Default: 1.0.
-        optimizer_offload_compute: With ``optimizer_cpu_offload``, who updates main params and state that live in
-            host memory (megascale's): "host", or "device", which they visit slice by slice, or "auto": the faster of
-            both, measured in the first steps. Default: "host".
         overlap_cpu_optimizer_d2h_h2d: With ``optimizer_cpu_offload``, ``step()`` returns at once, and every
             module waits for its own weights in forward. False: ``step()`` waits for the update. Default: False.
         pin_cpu_grads: With ``optimizer_cpu_offload``, copy gradients into pinned host memory. False: pageable,
@@ -264,25 +267,3 @@ def check_moment_dtypes(options: Any) -> None:
             "in exp_avg_sq_dtype=torch.float16 where gradients are large or small; give exp_avg_sq_dtype=torch.uint8, "
             "torch.bfloat16 or torch.float32"
         )
-
-
-def check_offload(options: Any) -> None:
-    """Raise ArgumentError for fields of ``options`` that host memory cannot serve together."""
-    if not 0 < validate.non_negative("optimizer_offload_fraction", options.optimizer_offload_fraction) <= 1:
-        raise ArgumentError(
-            f"optimizer_offload_fraction must be above 0 and at most 1, got {options.optimizer_offload_fraction!r}; "
-            "optimizer_cpu_offload=False keeps all on the device"
-        )
-    if options.optimizer_offload_fraction != 1.0 and not options.optimizer_cpu_offload:
-        raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
-    validate.one_of("optimizer_offload_compute", options.optimizer_offload_compute, OFFLOAD_COMPUTE)
-    compute = options.optimizer_offload_compute
-    if compute != "host" and not options.optimizer_cpu_offload:
-        raise ArgumentError(f"optimizer_offload_compute={compute!r} needs optimizer_cpu_offload=True: nothing travels")
-    if compute != "host" and options.overlap_cpu_optimizer_d2h_h2d:
-        raise ArgumentError(
-            f"optimizer_offload_compute={compute!r} lets the device update before the next forward, so that "
-            "overlap_cpu_optimizer_d2h_h2d=True has nothing to hide; leave it False"
-        )
-    if options.overlap_cpu_optimizer_d2h_h2d and not options.optimizer_cpu_offload:
-        raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")

@@ -52,8 +52,6 @@ class MainParams:
     """Where copies live in host memory: what sends weights from there. None: beside the model params."""
     pins_params = True
     """Whether those weights are in pinned memory."""
-    pins_state = False
-    """Whether the copies and their state are, too, as the device updates them."""
     offload_fraction = 1.0
     """The share of the copies' elements that lives there, at least."""
 
@@ -77,7 +75,7 @@ class MainParams:
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, UsageError for one whose
         shape, dtype or layout has changed or that shares memory with another, before anything has changed.
         """
-        self.wait(for_host=False)
+        self.wait()
         made: list[MainParam] = []
         written = self._tracker.written()
         if not self._is_unchanged(param_groups):
@@ -87,7 +85,6 @@ class MainParams:
             written = self._tracker.written()
         if not written:
             return made
-        self.wait_for_arrivals()
         params = list(self)
         # All are checked before the first value is taken over: a refusal leaves main params as they were.
         for index in written:
@@ -225,7 +222,6 @@ class MainParams:
         if config.optimizer_cpu_offload:
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
             self.offload_fraction = config.optimizer_offload_fraction
-            self.pins_state = config.optimizer_offload_compute != "host"
 
     def twins(self, parts: Mapping[str, Tensor], runs: Sequence[tuple[Iterable[str], int]]) -> Mapping[str, HostTwin]:
         """Return new twins of 16-bit model params, by name, where copies live in host memory; none elsewhere.
@@ -242,16 +238,13 @@ class MainParams:
         for (names, _), is_gone in zip(halves, goes([run[1] for run in halves], self.offload_fraction), strict=True):
             if is_gone:
                 there |= {name: parts[name] for name in names}
-        made = host_twins(list(there.values()), pin=self.pins_params, pins_state=self.pins_state)
+        made = host_twins(list(there.values()), pin=self.pins_params)
         return dict(zip(there, made, strict=True))
 
-    def wait_for_arrivals(self, *, for_host: bool = True) -> None:
-        """Wait until weights have come from host memory, where they are updated there.
-
-        ``for_host``: wait, too, until main params and state are in host memory, where the device updates them.
-        """
+    def wait_for_arrivals(self) -> None:
+        """Wait until weights have come from host memory, where they are updated there."""
         if self.arrivals is not None:
-            self.arrivals.wait(for_host=for_host)
+            self.arrivals.wait()
 
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
         """Return new main params for ``params`` (by name), with the model's values. ``group_of``: their groups."""
@@ -282,13 +275,13 @@ class MainParams:
         """Record that the model params of one unit have been written."""
         unit.record_version()
 
-    def wait(self, *, for_host: bool = True) -> None:
-        """Wait until every model param is whole on every rank. ``for_host``: see :meth:`wait_for_arrivals`."""
-        self.wait_for_arrivals(for_host=for_host)
+    def wait(self) -> None:
+        """Wait until every model param is whole on every rank."""
+        self.wait_for_arrivals()
 
     def require_no_early_write(self) -> None:
         """Wait for weights. Raises UsageError, once, for params that were written while theirs were on their way."""
-        self.wait(for_host=False)
+        self.wait()
         names = self.take_written_too_early()
         if names:
             raise UsageError(

@@ -17,11 +17,10 @@ class HostTwin:
         weights: in the form of the model param; of a DTensor, in that of its local tensor. The update writes the main
             param's rounding into them; from there they travel to the device.
         grad: the memory that the gradient is copied into; None before the first one.
-        pins_state: whether main param and state are in pinned memory, as the device copies them.
     """
 
-    def __init__(self, weights: Tensor, *, pins_state: bool = False) -> None:
-        self.weights, self.pins_state = weights, pins_state
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
         self.grad: Tensor | None = None
 
 
@@ -42,17 +41,14 @@ def goes(numels: Sequence[int], fraction: float) -> list[bool]:
     return found
 
 
-def host_twins(parts: Sequence[Tensor], *, pin: bool, pins_state: bool = False) -> list[HostTwin]:
+def host_twins(parts: Sequence[Tensor], *, pin: bool) -> list[HostTwin]:
     """Return twins of model params; of a DTensor, of this rank's part of it.
 
-    ``pin``: pin the memory of the weights where these are on an accelerator; ``pins_state``: and of main params and
-    state.
+    ``pin``: pin their memory where the model params are on an accelerator.
 
     Raises UsageError if there is too little host memory.
     """
-    memory = host_memory([to_local(part) for part in parts], pin=pin)
-    pins = [pin and pins_state and part.device.type != "cpu" for part in parts]
-    return [HostTwin(one, pins_state=pins_it) for one, pins_it in zip(memory, pins, strict=True)]
+    return list(map(HostTwin, host_memory(list(map(to_local, parts)), pin=pin)))
 
 
 def fits(memory: Tensor | None, grad: Tensor) -> TypeGuard[Tensor]:

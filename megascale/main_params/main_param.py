@@ -19,7 +19,6 @@ from megascale.main_params.slab import Slabs
 from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.dtensors import dtensor_like, held, is_dtensor, to_local
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.host_memory import pinned
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -265,8 +264,8 @@ def _main_in_memory(like: Tensor, slabs: Slabs, twin: HostTwin | None, dtype: to
     if is_dtensor(like):
         main = _empty_main(like, twin, dtype)
         to_local(main).zero_()
-        return pinned(main) if twin.pins_state else main
-    return slabs.zeros(twin.weights, dtype, "main", pin=twin.pins_state)
+        return main
+    return slabs.zeros(twin.weights, dtype, "main")
 
 
 def _empty_main(like: Tensor, twin: HostTwin | None, dtype: torch.dtype) -> Tensor:

@@ -253,8 +253,8 @@ class ShardedMainParams(MainParams):
             self._gather.overlap = self._gathers_behind = True
 
     @override
-    def wait(self, *, for_host: bool = True) -> None:
-        self.wait_for_arrivals(for_host=for_host)
+    def wait(self) -> None:
+        self.wait_for_arrivals()
         self._gather.wait()
 
     @override

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megascale.utils.dtensors import is_dtensor
-from megascale.utils.host_memory import fixed, pinned
+from megascale.utils.host_memory import fixed
 
 SLAB = 1 << 14  # elements, at most
 SMALL = 1 << 12  # elements; a larger tensor has memory of its own
@@ -28,38 +28,34 @@ class Slabs:
 
     def __init__(self, likes: Iterable[Tensor]) -> None:
         self._likes = list(likes)  # held, so that ids stay unique
-        self._slabs: dict[tuple[str, torch.dtype, int, bool], Tensor] = {}
+        self._slabs: dict[tuple[str, torch.dtype, int], Tensor] = {}
         self._slots: dict[int, _Slot] = {}
         self._lengths: list[int] = []
         self._lay_out()
 
-    def zeros(self, like: Tensor, dtype: torch.dtype, purpose: str, *, pin: bool = False) -> Tensor:
+    def zeros(self, like: Tensor, dtype: torch.dtype, purpose: str) -> Tensor:
         """Return zeros of the shape, strides, device and placements of ``like``, in ``dtype``.
 
         Args:
             like: one of ``likes``; another gets memory of its own.
             purpose: tensors of the same purpose share slabs; one per parameter.
-            pin: in pinned memory, which a device copies. Of host memory only.
         """
         slot = self._slots.get(id(like))
         if slot is None:
             made = torch.zeros_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
-            return pinned(made) if pin else made
-        key = (purpose, dtype, slot.slab, pin)
+            return made
+        key = (purpose, dtype, slot.slab)
         if key not in self._slabs:
-            slab = torch.zeros(self._lengths[slot.slab], dtype=dtype, device=like.device, pin_memory=pin)
-            self._slabs[key] = slab if pin else fixed(slab)
+            slab = torch.zeros(self._lengths[slot.slab], dtype=dtype, device=like.device)
+            self._slabs[key] = fixed(slab)
         # .data: a version counter of its own, and no view to autograd.
         return self._slabs[key][slot.start : slot.start + like.numel()].view(like.shape).data
 
-    def moved_in(self, tensor: Tensor, like: Tensor, purpose: str, *, pin: bool = False) -> Tensor:
-        """Return ``tensor``, copied into a slab if ``like`` has a slot there and ``tensor`` has its own memory.
-
-        ``pin``: see :meth:`zeros`.
-        """
+    def moved_in(self, tensor: Tensor, like: Tensor, purpose: str) -> Tensor:
+        """Return ``tensor``, copied into a slab if ``like`` has a slot there and ``tensor`` has its own memory."""
         if id(like) not in self._slots or tensor.untyped_storage().nbytes() > tensor.nbytes:
-            return pinned(tensor) if pin else tensor
-        return self.zeros(like, tensor.dtype, purpose, pin=pin).copy_(tensor)
+            return tensor
+        return self.zeros(like, tensor.dtype, purpose).copy_(tensor)
 
     def _lay_out(self) -> None:
         """Assign a slot to each small tensor: neighbours on one device share a slab until it is full."""

@@ -64,7 +64,6 @@ class WeightArrivals:
         self._seen: WeakSet[nn.Module] = WeakSet()
         self._stream: torch.Stream | None = torch.Stream(device) if has_streams(device) else None
         self._finder: RemovableHandle | None = None
-        self._owed: list[torch.Event] = []
         # When this object is freed the model is whole; where the thread itself frees it, once its tasks are done.
         finalize(self, _wait_for_all, self._sent, []).atexit = False
 
@@ -109,16 +108,9 @@ class WeightArrivals:
         sent = _Sent(done, wait, Arrival(wait, self.device), watch)
         self._sent.update((id(param.model), sent) for param in params)
 
-    def wait(self, *, for_host: bool = True) -> None:
-        """Let the current stream wait for all weights. The host waits for the thread.
-
-        ``for_host``: and for what the device owes.
-        """
+    def wait(self) -> None:
+        """Let the current stream wait for all weights. The host waits for the thread."""
         _wait_for_all(self._sent, self._written_too_early)
-        if for_host:
-            for event in self._owed:
-                event.synchronize()
-            self._owed.clear()
 
     def take_written_too_early(self) -> list[str]:
         """Return, once, the names of params that were written while their weights were on their way."""
@@ -129,10 +121,6 @@ class WeightArrivals:
         """Whether the thread may still read what the newest update of ``param`` reads."""
         sent = self._sent.get(id(param))
         return sent is not None and not sent.done.done()
-
-    def owe(self, event: torch.Event) -> None:
-        """Let whoever reads main params or state wait for ``event``, behind which the device has sent them here."""
-        self._owed = [event]
 
     def wait_for(self, params: Iterable[nn.Parameter]) -> None:
         """Let the current stream wait for the weights of ``params``."""

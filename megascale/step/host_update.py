@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from megascale.config import StepConfig
 from megascale.errors import GradientError, InnerStepError, UsageError
-from megascale.kernels import Backend, Decision
+from megascale.kernels import Decision, host_backend
 from megascale.main_params.grad_copies import GradCopies
 from megascale.main_params.host_twin import HostTwin, copies_in, make_grad_memory
 from megascale.main_params.main_param import MainParam
@@ -59,7 +59,6 @@ class HostUpdate(InnerUpdate):
         beside: how parameters without a twin are updated.
         device: of the model params.
         arrivals: runs the updates and sends the weights.
-        backend: computes the updates.
     """
 
     def __init__(
@@ -70,22 +69,17 @@ class HostUpdate(InnerUpdate):
         beside: KernelUpdate,
         device: torch.device,
         arrivals: WeightArrivals,
-        backend: Backend,
     ) -> None:
         self._beside = beside
-        self._host = KernelUpdate(optimizer, backend, config, rule, beside)
+        self._host = KernelUpdate(optimizer, host_backend(), config, rule, beside)
         self._device = device
         self._arrivals = arrivals
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
         self._copies: GradCopies | None = None
+        if self._overlaps and self._pins and has_streams(device):
+            self._copies = GradCopies(device, arrivals)
         self._findings = _Findings()
-        self._set_up()
-
-    def _set_up(self) -> None:
-        pins = self._device.type != "cpu"
-        self._numbers = torch.zeros(3, dtype=torch.float32, device="cpu", pin_memory=pins)
-        if self._overlaps and self._pins and has_streams(self._device):
-            self._copies = GradCopies(self._device, self._arrivals)
+        self._numbers = torch.zeros(3, dtype=torch.float32, device="cpu", pin_memory=device.type != "cpu")
 
     def _of(self, params: Sequence[MainParam]) -> InnerUpdate:
         """Return what updates ``params``, which all have a twin or all have none."""
@@ -140,7 +134,11 @@ class HostUpdate(InnerUpdate):
         here = [pending for pending in updates if not self._is_there(pending)]
         ready = {id(one.unit): one for one in (self._beside.prepare(here) if here else ())}
         if there:
-            for pending, prepared in zip(there, self._host.prepare(self._as_computed(there)), strict=True):
+            for pending in there:
+                make_grad_memory(pending.twins, pending.grads, pin=self._pins)
+            # As the thread computes them, which may read options later.
+            on_host = [replace(_copied(pending), options=_host_options(pending.options)) for pending in there]
+            for pending, prepared in zip(there, self._host.prepare(on_host), strict=True):
                 if prepared.call is None:
                     raise UsageError(
                         "optimizer_cpu_offload=True cannot run the optimizer's own step(), which step hooks and some "
@@ -151,7 +149,7 @@ class HostUpdate(InnerUpdate):
 
     @override
     def raise_failure(self) -> None:
-        self._wait_for_last()
+        self._arrivals.wait()
         if (failure := self._findings.failure.take()) is not None:
             if isinstance(failure, GradientError):
                 raise failure
@@ -162,23 +160,13 @@ class HostUpdate(InnerUpdate):
 
     @override
     def forget_failure(self) -> None:
-        self._wait_for_last()
+        self._arrivals.wait()
         if (failure := self._findings.failure.take()) is not None:
             call_site.warn(
                 f"an update before this load failed in host memory, {type(failure).__name__}: {failure}; what was "
                 "loaded has replaced all that it may have changed",
                 RuntimeWarning,
             )
-
-    def _wait_for_last(self) -> None:
-        """Wait for the updates of the step before."""
-        self._arrivals.wait()
-
-    def _as_computed(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        """Return updates as they are computed: in host memory, by options that the thread may read later."""
-        for pending in updates:
-            make_grad_memory(pending.twins, pending.grads, pin=self._pins)
-        return [replace(_copied(pending), options=_host_options(pending.options)) for pending in updates]
 
     @override
     def apply(

@@ -38,7 +38,6 @@ from megascale.step.compact_state import (
 from megascale.step.torch_states import state_of
 from megascale.utils.dtensors import held, is_dtensor, to_local
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.host_memory import pinned
 from megascale.utils.transfer import to_device_async
 
 
@@ -113,14 +112,14 @@ class KernelState:
                 if is_scale(name):
                     if entry.get(name) is None:
                         scales = torch.zeros(shape_of(name, param), dtype=dtype, device=param.main.device)
-                        entry[name] = scales_like(param.main, pinned(scales) if _pins_state(param) else scales)
+                        entry[name] = scales_like(param.main, scales)
                     elif not self._fits(name, entry[name], param):
                         entry[name] = _with_own_memory(entry[name]).to(dtype).contiguous()
                 elif entry.get(name) is None:
-                    entry[name] = slabs.zeros(param.main, dtype, name, pin=_pins_state(param))
+                    entry[name] = slabs.zeros(param.main, dtype, name)
                 else:
                     value = _with_own_memory(entry[name]).to(dtype)
-                    entry[name] = slabs.moved_in(value, param.main, name, pin=_pins_state(param))
+                    entry[name] = slabs.moved_in(value, param.main, name)
 
     def complete(self, params: Sequence[MainParam], names: Sequence[str], optional: Collection[str]) -> None:
         """Check the state of ``params``, and create what is missing, as at a first step.
@@ -275,13 +274,8 @@ class KernelState:
             steps.append(_with_own_memory(step.detach()).reshape(()).float())
         steps = _placed(steps, [to_local(param.main).device for param in params])
         slabs = Slabs(steps)
-        for entry, step, param in zip(entries, steps, params, strict=True):
-            entry["step"] = slabs.moved_in(step, step, "step", pin=_pins_state(param))
-
-
-def _pins_state(param: MainParam) -> bool:
-    """Whether a device copies the state of ``param`` from host memory."""
-    return param.twin is not None and param.twin.pins_state
+        for entry, step in zip(entries, steps, strict=True):
+            entry["step"] = slabs.moved_in(step, step, "step")
 
 
 def _values(entries: Sequence[dict[str, Any]]) -> Iterator[Any]:

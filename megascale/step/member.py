@@ -17,7 +17,6 @@ from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups
 from megascale.step import grad_stats
-from megascale.step.compute_choice import ComputeChoice
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
@@ -87,9 +86,7 @@ class StepMember:
         self.grad_sync = grad_sync
         self.update = select_update(optimizer, backend, config)
         if main_params.arrivals is not None:
-            self.update = in_host_memory(
-                optimizer, config, self.update, device, main_params.arrivals, groups.grad_stats
-            )
+            self.update = in_host_memory(optimizer, config, self.update, device, main_params.arrivals)
         self.counter = StepCounter(device)
         self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None
@@ -114,14 +111,9 @@ class StepMember:
     # Before the decision
 
     @without_grad
-    def sync_from_model(self, *, reads_state: bool = True) -> None:
-        """Take over changes of ``param_groups`` and writes to model params.
-
-        ``reads_state``: main params or state are read next, so that the host waits until they are in its memory.
-        """
+    def sync_from_model(self) -> None:
+        """Take over changes of ``param_groups`` and writes to model params."""
         self.require_not_lent("this call")
-        if reads_state:
-            self.main_params.wait_for_arrivals()
         param_groups = self.optimizer.param_groups
         made = self.main_params.sync_from_model(param_groups)
         if not made:
@@ -207,11 +199,6 @@ class StepMember:
             self.grad_sync.come_back()
         self.main_params.residence.come_back()
 
-    def choose_compute(self) -> None:
-        """Let ranks choose who computes, before the step that is due for it. All ranks call it together."""
-        if isinstance(self.update, ComputeChoice) and self.ready is None:
-            self.update = self.update.advance(self.counter.steps) or self.update
-
     def collect(self) -> Collected:
         """Finish reductions; return the local gradients, and all that their update needs.
 
@@ -222,7 +209,7 @@ class StepMember:
         try:
             self.main_params.residence.require_here("step()")
             self.main_params.require_no_early_write()
-            self.sync_from_model(reads_state=False)
+            self.sync_from_model()
         except Exception as error:  # whatever it is: other ranks wait
             found = error
         found = self.grads.finish(self.main_params) or found

@@ -165,8 +165,6 @@ class StepRecipe:
         """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
         self._check_surroundings()
         error = self._in_a_chain() or error
-        for member in self.members:
-            member.choose_compute()  # also with an error: other ranks wait for this one there
         scaler, scaled = self._grad_scaler, self._is_loss_scaled()
         if self.members[0].held is not None:
             error = error or self._measured_twice(scaled)

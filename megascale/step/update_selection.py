@@ -1,20 +1,17 @@
 """Selects how main params are updated. Both ways keep state in torch's own layout, keyed by model param."""
 
 import torch
-from torch.distributed import ProcessGroup
 
 from megascale.config import StepConfig
 from megascale.errors import ArgumentError
-from megascale.kernels import Backend, host_backend
+from megascale.kernels import Backend
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import BY_KIND, ELEMENTWISE, FIRST, KINDS, MUON, SECOND
-from megascale.step.compute_choice import ComputeChoice
 from megascale.step.host_own_step import HostOwnStep
 from megascale.step.host_update import HostUpdate
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.known_optimizers import refuse_low_bit_moments
 from megascale.step.muon_update import MuonUpdate
-from megascale.step.streamed_update import StreamedUpdate
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate
 from megascale.utils import call_site
@@ -73,14 +70,12 @@ def in_host_memory(
     beside: InnerUpdate,
     device: torch.device,
     arrivals: WeightArrivals,
-    group: ProcessGroup | None,
 ) -> InnerUpdate:
     """Return what updates parameters with a twin in host memory there, and others as ``beside`` does.
 
     Args:
         device: of the model params.
         arrivals: runs updates in a thread and sends their weights.
-        group: the ranks that step together, and choose together who computes.
 
     Raises ArgumentError for an optimizer that cannot run there, or not in a thread.
     """
@@ -93,29 +88,12 @@ def in_host_memory(
     if rule is None or not isinstance(beside, KernelUpdate):
         _require_own_step(optimizer, config)
         return HostOwnStep(optimizer, beside, device, pin=config.pin_cpu_grads)
-    compute = config.optimizer_offload_compute
-    is_decoded = config.store_param_remainders and not beside.fuses_remainders
-    if compute == "device" and is_decoded:
-        raise ArgumentError(
-            "optimizer_offload_compute='device' with store_param_remainders=True needs backend 'triton' or 'native', "
-            f"got {beside.backend.name!r}; take optimizer_offload_compute='host'"
-        )
-    ways: dict[str, HostUpdate] = {}
-    if compute != "device":
-        ways["host"] = HostUpdate(optimizer, config, rule, beside, device, arrivals, host_backend())
-    if compute != "host" and not is_decoded:
-        ways["device"] = StreamedUpdate(optimizer, config, rule, beside, device, arrivals, beside.backend)
-    return ComputeChoice(ways, device, group) if len(ways) > 1 else next(iter(ways.values()))
+    return HostUpdate(optimizer, config, rule, beside, device, arrivals)
 
 
 def _require_own_step(optimizer: torch.optim.Optimizer, config: StepConfig) -> None:
     """Raise ArgumentError if an optimizer's own ``step()`` cannot run on main params in host memory."""
     name = type(optimizer).__name__
-    if config.optimizer_offload_compute == "device":
-        raise ArgumentError(
-            f"optimizer_offload_compute='device' needs {either(_WITH_KERNELS)}, got {name}, whose own step() runs "
-            "where main params are; take optimizer_offload_compute='host'"
-        )
     if config.overlap_cpu_optimizer_d2h_h2d:
         raise ArgumentError(
             f"overlap_cpu_optimizer_d2h_h2d=True needs {either(_WITH_KERNELS)}: the own step() of {name} reads "

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from megascale.errors import UsageError
-from megascale.utils.dtensors import dtensor_like, to_local
 from megascale.utils.streams import current_stream, has_streams
 
 SLAB = 1 << 26
@@ -49,18 +48,6 @@ def fixed(tensor: Tensor) -> Tensor:
     Who frees a tensor by ``untyped_storage().resize_(0)`` and lets it grow again would lose its neighbours' values.
     """
     return from_dlpack(tensor) if type(tensor) is Tensor and tensor.device.type == "cpu" else tensor
-
-
-def pinned(tensor: Tensor) -> Tensor:
-    """Return a tensor of host memory in pinned memory, itself if it is there already; of a DTensor its local tensor.
-
-    Raises UsageError if the machine refuses.
-    """
-    local = to_local(tensor)
-    if local.is_pinned():
-        return tensor
-    [memory] = allocate([local.numel() * local.element_size()], pin=True)
-    return dtensor_like(dense(memory, local).copy_(local), tensor)
 
 
 def host_copies(sources: Sequence[Tensor], *, pin: bool) -> list[Tensor]:

@@ -63,7 +63,6 @@ OTHERWISE: dict[str, tuple[dict[str, Any], Any]] = {
 FREE = {
     "bf16": "says which parameters there may be, and these are compared",
     "optimizer_cpu_offload": "where a rank keeps its main params; the bits are the same",
-    "optimizer_offload_compute": "what a rank computes its update with; the bits are the same",
     "overlap_cpu_optimizer_d2h_h2d": "when a rank's own weights arrive; the bits are the same",
     "pin_cpu_grads": "the kind of a rank's own memory",
     "pin_cpu_params": "the same",

@@ -96,7 +96,6 @@ def test_fsdp2(ranks: RankPool, options: dict[str, Any]) -> None:
 WAYS: dict[str, dict[str, Any]] = {
     "wait": {},
     "overlap": {"overlap_cpu_optimizer_d2h_h2d": True},
-    "device": {"optimizer_offload_compute": "device"},
 }
 
 
@@ -229,7 +228,7 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
     return [to_local(one) for one in tensors_in(saved)]
 
 
-@pytest.mark.default("device-0.5-True-fp32")
+@pytest.mark.default("overlap-1.0-True-fp32")
 @pytest.mark.parametrize(
     "options",
     [{}, {"exp_avg_dtype": torch.bfloat16}, {"store_param_remainders": True}],
@@ -241,7 +240,6 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
         ("wait", 1.0, False),
         ("overlap", 1.0, True),
         ("overlap", 0.5, False),
-        ("device", 0.5, True),
     ],
 )
 def test_dtensors_in_host_memory(

@@ -15,7 +15,6 @@ THERE: dict[str, Any] = {"optimizer_cpu_offload": True}
 WAYS = [
     THERE | {"overlap_cpu_optimizer_d2h_h2d": True},
     THERE | {"optimizer_offload_fraction": 0.5},
-    THERE | {"optimizer_offload_compute": "device", "optimizer_offload_fraction": 0.5},
 ]
 HELD: dict[str, Any] = {"store_param_remainders": True}
 COMPACT = HELD | {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}

@@ -26,7 +26,6 @@ COUNT, WIDTH = 4, 8
 STEPS = ("step", "overflow", "twice", "step")
 OVERLAP: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
 WAIT: dict[str, Any] = {"optimizer_cpu_offload": True}
-VISIT: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_compute": "device"}
 
 
 @dataclass(frozen=True)
@@ -324,12 +323,10 @@ def steps_and(action: str) -> tuple[str, ...]:
 
 
 HELD = ("replicated", "synced", "elements", "parameters", "fsdp2")
-WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT}
-READS = ("read", "state", "trip", "load", "halve")
+WAYS = {"overlap": OVERLAP, "waits": WAIT}
 LIVES: dict[str, list[Life]] = {
     **{f"{held}, {name}": [Life(held, way)] for held in HELD for name, way in WAYS.items()},
-    **{f"replicated, visits, {action}": [Life("replicated", VISIT, steps_and(action))] for action in READS},
-    "slices": [Life("replicated", way, slices=True) for way in (OVERLAP, VISIT)],
+    "slices": [Life("replicated", OVERLAP, slices=True)],
     "codes": [Life("replicated", OVERLAP, stored=tuple(CODES.items()))],
     "fraction": [Life("replicated", OVERLAP | {"optimizer_offload_fraction": 0.5})],
     "pageable": [Life("replicated", OVERLAP | {"pin_cpu_grads": False, "pin_cpu_params": False})],

@@ -98,7 +98,7 @@ DEFAULTS: dict[str, Any] = {
     **{"max_consecutive_skips": None, "max_overflows_at_min_scale": None, "backend": "auto"},
     **{"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32, "store_param_remainders": False},
     **{"optimizer_cpu_offload": False, "optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": False},
-    **{"optimizer_offload_compute": "host", "pin_cpu_grads": True, "pin_cpu_params": True},
+    **{"pin_cpu_grads": True, "pin_cpu_params": True},
     **{"use_distributed_optimizer": False, "overlap_param_gather": False},
     **{"optimizer": "adam", "lr": None, "weight_decay": 0.01, "decoupled_weight_decay": True},
     **{"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "sgd_momentum": 0.9},

@@ -18,7 +18,6 @@ from tests.fake_device.lives import (
     HELD,
     LIVES,
     OVERLAP,
-    VISIT,
     WAIT,
     WAYS,
     WIDTH,
@@ -65,9 +64,6 @@ WAITS = {
     "main_params.grad_copies join": Life("replicated", OVERLAP),
     "utils.streams write": Life("synced", OVERLAP),
     "main_params.weight_arrivals _wait": Life("replicated", OVERLAP),
-    "main_params.weight_arrivals wait": Life("replicated", VISIT, steps_and("state")),
-    "step.streamed_update apply": Life("replicated", VISIT, ("step", *["last", "step"] * 3), slices=True),
-    "step.streamed_update _update": Life("replicated", VISIT, slices=True),
     "step.host_update task": Life("replicated", OVERLAP),
     "step.torch_step apply": Life("replicated", WAIT, inner="sign"),
     "utils.host_memory host_copies": Life("replicated", {}, ("step", "trip", "step")),
@@ -93,7 +89,6 @@ MODULES = (
     "main_params.weight_arrivals",
     "step.host_own_step",
     "step.host_update",
-    "step.streamed_update",
     "utils.host_memory",
 )
 """Of the offload's way. `utils.streams` is shared: tests/stream_model.py looks at all of it."""

@@ -22,7 +22,7 @@ from megascale.grad_sync import GradSync, reduction
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
 from tests.fake_device.device import FakeDevice
-from tests.fake_device.lives import COUNT, OVERLAP, STEPS, VISIT, WAIT, WIDTH, Life, steps_and
+from tests.fake_device.lives import COUNT, OVERLAP, STEPS, WAIT, WIDTH, Life, steps_and
 from tests.fake_device.orders import RUNS, Run, differing, noticed, waits_of
 from tests.fake_device.process import OnDevice
 from tests.fake_device.ranks import StreamGroup
@@ -157,7 +157,7 @@ ACTIONS: dict[str, Callable[[Trained], list[Tensor]]] = {
     "offload": _trip,
 }
 HELD = ("synced", "elements", "elements ahead", "parameters", "parameters ahead", "fsdp2")
-WAYS = {"overlap": OVERLAP, "waits": WAIT, "visits": VISIT}
+WAYS = {"overlap": OVERLAP, "waits": WAIT}
 
 
 def _lived(life: Life, way: dict[str, Any]) -> list[Tensor]:

@@ -243,7 +243,7 @@ def test_every_field_is_judged_or_has_an_effect() -> None:
     judged = {name for asked, _, _ in INEFFECTIVE for name in asked} | {"exp_avg_sq_dtype", "overlap_param_gather"}
     has_effect = {"fp16", "bf16", "clip_grad", "log_num_zeros_in_grad", "backend", "exp_avg_dtype"}
     has_effect |= {"store_param_remainders", "optimizer_cpu_offload", "optimizer_offload_fraction"}
-    has_effect |= {"overlap_cpu_optimizer_d2h_h2d", "optimizer_offload_compute", "pin_cpu_grads", "pin_cpu_params"}
+    has_effect |= {"overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"}
     has_effect |= {"max_consecutive_skips", "max_overflows_at_min_scale", "grad_norm_skip_threshold"}
     assert {field.name for field in fields(OptimizerConfig)} == judged | has_effect
 

@@ -13,8 +13,7 @@ from tests.offload_lives import ACTIONS, Life, first_difference
 
 THERE: dict[str, Any] = {"optimizer_cpu_offload": True}
 OVERLAP = THERE | {"overlap_cpu_optimizer_d2h_h2d": True}
-VISIT = THERE | {"optimizer_offload_compute": "device"}
-WAYS = [OVERLAP, THERE | {"optimizer_offload_fraction": 0.5}, VISIT, VISIT | {"optimizer_offload_fraction": 0.5}]
+WAYS = [OVERLAP, THERE | {"optimizer_offload_fraction": 0.5}]
 COMPACT: dict[str, Any] = {
     "store_param_remainders": True,
     "exp_avg_dtype": torch.int8,
