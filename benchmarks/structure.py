@@ -1,136 +1,125 @@
-"""Count what a reader of the library must take in: lines, files, frames of a step, names, arrows between packages.
+"""Count what a reader of the library must take in, and hold it against the ceilings of ceilings.json.
 
     python benchmarks/structure.py --before ../earlier --out benchmarks/results/structure.md
+    python benchmarks/structure.py --check
 
-``--before``: a checkout to compare with. Nothing is timed. Lines are those of files that git tracks. The core is the
-top level, step, main_params, grad_sync, state, kernels with C, rules, utils and landed. An arrow is an import from one
-package (or module of the top level) into another; those of type checkers alone do not count.
+Size is statements of Python, without docstrings and imports: comments and layout cost nothing, and dense lines gain
+nothing. Files are those that git tracks. The core is the top level, step, main_params, grad_sync, state, kernels,
+rules, utils and landed. ``--check``, a step of `.ci/run`, fails where a number is above its ceiling. A change that
+needs more raises the ceiling with ``--write``, and says in its message what it takes away instead; one that takes less
+lowers it.
 """
 
 import argparse
 import ast
-import io
+import json
 import subprocess
-import tokenize
+import sys
 from collections import Counter
 from pathlib import Path
 
 import host_time
 
+CEILINGS = Path(__file__).with_name("ceilings.json")
 CORE = {"(top level)", "step", "main_params", "grad_sync", "state", "kernels", "rules", "utils", "landed"}
 NATIVE = {".c", ".h", ".cpp"}
-Rows = dict[str, str]
+SHORT = 6
+"""Lines below its first, under which a reader of a function jumps more than reads."""
 
 
-def tracked(root: Path, folder: str) -> list[Path]:
-    """Return the source files of a folder that git tracks."""
+def tracked(root: Path, *folders: str) -> list[Path]:
+    """Return the source files of folders that git tracks and that are there."""
     listed = subprocess.run(
-        ["git", "-C", str(root), "ls-files", folder], capture_output=True, text=True, check=True
+        ["git", "-C", str(root), "ls-files", *folders], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    return [root / name for name in listed if Path(name).suffix in {".py", *NATIVE}]
+    found = (root / name for name in listed)
+    return [path for path in found if path.suffix in {".py", *NATIVE} and path.is_file()]
 
 
-def num_lines(path: Path) -> int:
-    """Return the number of lines of a file."""
-    return len(path.read_text().splitlines())
+def is_counted(node: ast.AST) -> bool:
+    """Return whether a node is a statement, and neither a docstring nor an import."""
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return isinstance(node, ast.stmt) and not is_text and not isinstance(node, ast.Import | ast.ImportFrom)
 
 
-def package_of(path: Path, root: Path) -> str:
-    """Return the package of megascale that a file is in."""
-    parts = path.relative_to(root / "megascale").parts
-    return parts[0] if len(parts) > 1 else "(top level)"
+def place_of(path: Path, root: Path) -> str:
+    """Return what a file is counted in: a package of megascale, "(top level)" of it, or a folder of the repository."""
+    folder, *rest = path.relative_to(root).parts
+    return folder if folder != "megascale" else rest[0] if len(rest) > 1 else "(top level)"
 
 
-def num_comment_lines(path: Path) -> int:
-    """Return how many lines hold nothing but a comment, or end in one."""
-    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-    return len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
-
-
-def arrows(root: Path) -> set[tuple[str, str]]:
-    """Return the imports between packages; a module of the top level counts as one."""
-    found = set()
-    for path in tracked(root, "megascale"):
-        if path.suffix != ".py":
-            continue
-        parts = path.relative_to(root / "megascale").with_suffix("").parts
-        for node in runtime_nodes(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module == "megascale":
-                names = [f"megascale.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            for name in names:
-                target = name.split(".")
-                if target[0] == "megascale" and len(target) > 1 and target[1] != parts[0]:
-                    found.add((parts[0], target[1]))
-    return found
-
-
-def runtime_nodes(tree: ast.AST) -> list[ast.AST]:
-    """Return the nodes below ``tree`` that are not for type checkers alone."""
-    found: list[ast.AST] = []
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
-            found += [node, *runtime_nodes(node)]
-    return found
-
-
-def num_two_way(pairs: set[tuple[str, str]]) -> int:
-    """Return how many pairs of packages import each other: each holds an arrow that goes up."""
-    return sum((target, source) in pairs for source, target in pairs) // 2
-
-
-def num_exported(root: Path, package: str) -> int:
-    """Return how many names a package's ``__init__.py`` lists in ``__all__``, or binds without an underscore."""
-    path = root / "megascale" / ("" if package == "(top level)" else package) / "__init__.py"
-    for node in ast.parse(path.read_text()).body if path.exists() else ():
+def num_exported(tree: ast.Module) -> int:
+    """Return how many names the ``__all__`` of a module lists."""
+    for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             return len(ast.literal_eval(node.value))
     return 0
 
 
-def measured(root: Path) -> Rows:
+def measured(root: Path) -> dict[str, int]:
     """Return all rows of one checkout."""
-    files = tracked(root, "megascale")
-    lines = Counter[str]()
-    for path in files:
-        lines[package_of(path, root)] += num_lines(path)
-    python = [path for path in files if path.suffix == ".py"]
-    frames, functions, stepped = host_time.turn(root, "count_frames()", 1)
-    pairs = arrows(root)
-    comments = sum(map(num_comment_lines, python))
-    rows = {
-        "lines, all": f"{sum(lines.values()):,}",
-        "lines, core": f"{sum(count for name, count in lines.items() if name in CORE):,}",
-        "lines of C": f"{sum(num_lines(path) for path in files if path.suffix in NATIVE):,}",
-        "lines of tests": f"{sum(map(num_lines, tracked(root, 'tests'))):,}",
-        "files": str(len(files)),
-        "comment lines, of Python": f"{comments:,} ({comments / sum(map(num_lines, python)):.1%})",
-        "the simplest step: frames": str(frames),
-        "the simplest step: functions": str(functions),
-        "the simplest step: files": str(stepped),
-        "arrows between packages": str(len(pairs)),
-        "packages that import each other": str(num_two_way(pairs)),
+    statements, names, short, fields, lines_of_c = Counter[str](), 0, 0, 0, 0
+    for path in tracked(root, "megascale", "tests", "benchmarks", "examples"):
+        place = place_of(path, root)
+        outside = place == path.relative_to(root).parts[0]
+        if path.suffix in NATIVE:
+            lines_of_c += 0 if outside else len(path.read_text().splitlines())
+            continue
+        tree = ast.parse(path.read_text())
+        nodes = list(ast.walk(tree))
+        statements[place] += sum(map(is_counted, nodes))
+        if outside:
+            continue
+        names += num_exported(tree) if path.name == "__init__.py" else 0
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        short += sum((node.end_lineno or 0) - node.lineno < SHORT for node in functions)
+        if path == root / "megascale/config.py":  # OptimizerConfig and those that it extends
+            classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+            fields = sum(isinstance(node, ast.AnnAssign) for each in classes for node in each.body)
+    outside_of_package = {"tests", "benchmarks", "examples"}
+    package = {name: count for name, count in statements.items() if name not in outside_of_package}
+    frames, _, _ = host_time.turn(root, "count_frames()", 1)
+    return {
+        "statements: core": sum(count for name, count in package.items() if name in CORE),
+        "statements: package": sum(package.values()),
+        **{f"statements: {name}": statements[name] for name in sorted(package)},
+        **{f"statements: {name}": statements[name] for name in sorted(outside_of_package)},
+        "lines of C": lines_of_c,
+        "names in __all__": names,
+        "fields of OptimizerConfig": fields,
+        "frames of the simplest step": frames,
+        f"functions shorter than {SHORT} lines": short,
     }
-    for name in sorted(lines):
-        exported = num_exported(root, name)
-        rows[f"{name}: lines"] = f"{lines[name]:,}"
-        if exported:
-            rows[f"{name}: names in `__all__`"] = str(exported)
-    return rows
+
+
+def above(here: dict[str, int], ceilings: dict[str, int]) -> list[str]:
+    """Return a line for each number that is above its ceiling, or has none."""
+    return [
+        f"{name}: {number:,}, and its ceiling is {ceilings.get(name, 0):,}"
+        for name, number in here.items()
+        if number > ceilings.get(name, 0)
+    ]
 
 
 def main() -> None:
-    """Print the table, or write it."""
+    """Print the table, or hold it against the ceilings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path)
+    parser.add_argument("--before", type=Path, help="a checkout to compare with")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--check", action="store_true", help="fail where a number is above its ceiling")
+    parser.add_argument("--write", action="store_true", help="make today's numbers the ceilings")
     args = parser.parse_args()
     here = measured(host_time.ROOT)
+    if args.write:
+        CEILINGS.write_text(json.dumps(here, indent=1) + "\n")
+    if args.check:
+        found = above(here, json.loads(CEILINGS.read_text()))
+        print("\n".join(found) or "no number is above its ceiling")
+        sys.exit(bool(found))
     before = {} if args.before is None else measured(args.before.resolve())
     lines = ["| | before | here |", "|---|---|---|"]
-    lines += [f"| {name} | {before.get(name, '')} | {here.get(name, '')} |" for name in {**here, **before}]
+    for name in {**here, **before}:
+        lines.append(f"| {name} | " + " | ".join(f"{of[name]:,}" if name in of else "" for of in (before, here)) + " |")
     print("\n".join(lines))
     if args.out is not None:
         command = "python benchmarks/structure.py --before ../earlier --out benchmarks/results/structure.md"

@@ -1,5 +1,6 @@
 """The benchmarks of the step at tiny sizes: the tables are whole. Nothing here looks at times."""
 
+import ast
 import csv
 import importlib
 import itertools
@@ -7,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -286,3 +288,13 @@ def test_peers_of_8_bits_are_compared_with_ours(tmp_path: Path) -> None:
     rows = table(out.read_text())
     assert len(rows) >= 3
     assert rows[0]["ours, 8-bit moments / it"] == "1.00 (1.00 to 1.00)"
+
+
+def test_a_number_above_its_ceiling_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of a package that has no ceiling yet. Docstrings, comments and imports are no statements."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    structure: Any = importlib.import_module("structure")
+    found = structure.above({"tests": 11, "step": 10, "new": 1}, {"tests": 10, "step": 10, "gone": 5})
+    assert found == ["tests: 11, and its ceiling is 10", "new: 1, and its ceiling is 0"]
+    source = '"""Text."""\nimport os\ndef f():\n    """Text."""\n    # why\n    if os: return (1,\n      2)\n'
+    assert sum(map(structure.is_counted, ast.walk(ast.parse(source)))) == 3
