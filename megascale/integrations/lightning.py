@@ -1,14 +1,12 @@
-"""``import lightning.pytorch``: a precision plugin that trains in 16 bit, and callbacks that log.
+"""``import lightning.pytorch``: a precision plugin that trains in 16 bit, and a callback that logs.
 
 ``Trainer(plugins=[MegascalePrecision("16-true")], callbacks=[LossScaleMonitor()])``. They are documented in
-:mod:`megascale.integrations.lightning_precision`, :mod:`megascale.integrations.lightning_monitor` and
-:mod:`megascale.integrations.lightning_metrics`.
+:mod:`megascale.integrations.lightning_precision` and :mod:`megascale.integrations.lightning_monitor`.
 """
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 
-from megascale.integrations.lightning_metrics import StepMetricsRecording
 from megascale.integrations.lightning_monitor import LossScaleMonitoring
 from megascale.integrations.lightning_precision import PrecisionRecipe
 
@@ -21,8 +19,4 @@ class LossScaleMonitor(LossScaleMonitoring, Callback):
     """A callback for ``lightning.pytorch.Trainer``; see :class:`LossScaleMonitoring`."""
 
 
-class StepMetricsCallback(StepMetricsRecording, Callback):
-    """A callback for ``lightning.pytorch.Trainer``; see :class:`StepMetricsRecording`."""
-
-
-__all__ = ["LossScaleMonitor", "MegascalePrecision", "StepMetricsCallback"]
+__all__ = ["LossScaleMonitor", "MegascalePrecision"]

@@ -1,16 +1,16 @@
-"""``transformers.Trainer`` and TRL's trainers in 16 bits, and a callback that records each step.
+"""``transformers.Trainer`` and TRL's trainers in 16 bits.
 
 ``class MyTrainer(MegascaleTrainer, SFTTrainer)``, or ``adopt(trainer)`` for one that exists.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.builder import build_grad_scaler
@@ -21,7 +21,6 @@ from megascale.integrations.accelerate_checks import check_autocast, check_preci
 from megascale.integrations.accelerate_prepared import UnshardedOptimizer
 from megascale.integrations.named_options import NamedOptions
 from megascale.lion import Lion
-from megascale.metrics import Sink, StepMetrics
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.rules import FIRST, FIRST_DTYPE, SECOND, SECOND_DTYPE
 
@@ -54,8 +53,6 @@ OURS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, torch.dtype]]
 }
 """Other values: the optimizer, and the dtypes of its moments. They need no other library."""
 
-_OWN = ("grad_norm", "learning_rate", "epoch")
-"""Of what the Trainer logs, what rows have already, or what follows from the step."""
 _IN_16_BITS = "set fp16=False and bf16=False in TrainingArguments, and dtype='fp16'"
 
 
@@ -190,55 +187,6 @@ def adopt(trainer: T, **options: Any) -> T:
     return trainer
 
 
-class StepMetricsCallback(TrainerCallback):
-    """Records each optimizer step with :class:`megascale.metrics.StepMetrics`, without a host sync.
-
-    ``Trainer(callbacks=[StepMetricsCallback([CsvFile(folder)])])``. A row has what StepMetrics finds by itself; what
-    the Trainer logs after a step, such as ``loss`` every ``logging_steps`` and ``eval_loss``, is added to that step's
-    row. Steps are the Trainer's ``global_step``; a run that resumes replaces the rows of steps that run again.
-
-    Args:
-        sinks: take the rows.
-
-    Raises:
-        UsageError: when training begins, unless the Trainer's optimizer is megascale's.
-    """
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        super().__init__()
-        self.metrics: StepMetrics | None = None
-        self._sinks = sinks
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the sinks."""
-        optimizer = kwargs.get("optimizer")
-        if not isinstance(optimizer, MegascaleOptimizer):  # Accelerate has wrapped it
-            optimizer = getattr(optimizer, "optimizer", optimizer)
-        if not isinstance(optimizer, MegascaleOptimizer):
-            raise UsageError(
-                f"StepMetricsCallback needs an optimizer of megascale's, found {type(optimizer).__name__}: pass it as "
-                "Trainer(optimizers=(optimizer, None))"
-            )
-        self.metrics = StepMetrics(optimizer, self._sinks, start=state.global_step)
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the step just taken; the schedule's step follows."""
-        if self.metrics is not None:
-            self.metrics.record()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add what is logged to the last step's row."""
-        numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
-        if self.metrics is not None:
-            self.metrics.add(**{name: value for name, value in numbers.items() if name not in _OWN})
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the last step and close the sinks."""
-        if self.metrics is not None:
-            self.metrics.close()
-            self.metrics = None
-
-
 def options_of(given: Mapping[str, Any]) -> NamedOptions:
     """Check options that stand beside TrainingArguments; see :meth:`NamedOptions.of`."""
     return NamedOptions.of(given, "TrainingArguments", FROM_ARGUMENTS)
@@ -296,4 +244,4 @@ def _wrapped(trainer: Any, optimizer: torch.optim.Optimizer) -> MixedPrecisionOp
     return MixedPrecisionOptimizer(optimizer, config, build_grad_scaler(config))
 
 
-__all__ = ["MegascaleTrainer", "StepMetricsCallback", "adopt"]
+__all__ = ["MegascaleTrainer", "adopt"]

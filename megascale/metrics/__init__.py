@@ -1,11 +1,9 @@
-"""Metrics of any training loop, without a host sync: loss and whatever you pass, gradient norm, scale, skips, times.
+"""Metrics of any training loop, without a host sync: a dict of numbers per step, read one step late.
 
-:class:`StepMetrics` is the hook; what it records goes to sinks: :class:`CsvFile`, :class:`TensorBoard`,
-:class:`WeightsAndBiases`, or any object with the methods of :class:`Sink`.
+:class:`StepMetrics` makes the rows; the sinks write them, or any object with the methods of :class:`Sink`.
 """
 
-from megascale.metrics.boards import TensorBoard, WeightsAndBiases
-from megascale.metrics.sinks import CsvFile, Sink
+from megascale.metrics.sinks import CsvFile, Sink, TensorBoard, WeightsAndBiases
 from megascale.metrics.step_metrics import StepMetrics
 
 __all__ = ["CsvFile", "Sink", "StepMetrics", "TensorBoard", "WeightsAndBiases"]

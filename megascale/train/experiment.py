@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from megascale.errors import ArgumentError, RunError
-from megascale.metrics.rows import STEP, TABLE, parsed
-from megascale.metrics.sinks import rows_before
+from megascale.train.rows import STEP, TABLE, parsed, rows_before
 from megascale.utils.program import run_program
 
 RUNS: dict[str, tuple[str, ...]] = {

@@ -8,7 +8,8 @@ import torch.utils.tensorboard as _  # noqa: F401  the program names its own ext
 from tqdm import tqdm
 
 from megascale.metrics import CsvFile, Sink, TensorBoard, WeightsAndBiases
-from megascale.metrics.rows import (
+from megascale.train.config import TrainConfig, as_dict
+from megascale.train.rows import (
     GRAD_NORM,
     LR,
     SCALE,
@@ -19,9 +20,8 @@ from megascale.metrics.rows import (
     Row,
     overflow_of,
     parsed,
+    rows_before,
 )
-from megascale.metrics.sinks import close_all, rows_before
-from megascale.train.config import TrainConfig, as_dict
 from megascale.utils.atomic_files import atomic_write
 
 LOSS, HELDOUT_LOSS, SAMPLES_PER_SECOND = "loss", "heldout_loss", "samples_per_second"
@@ -64,7 +64,7 @@ class RunLog:
         if config.wandb != "disabled":
             self._sinks.append(
                 WeightsAndBiases(
-                    config.wandb,
+                    mode=config.wandb,
                     project=config.wandb_project,
                     name=config.run_name,
                     dir=str(folder),
@@ -109,15 +109,11 @@ class RunLog:
         self._bar.write(message, file=sys.stdout)
         sys.stdout.flush()
 
-    def flush(self) -> None:
-        """Write everything to disk, as before a checkpoint."""
-        for sink in self._sinks:
-            sink.flush()
-
     def close(self) -> None:
         """Finish all files, and the line of the progress bar."""
         self._bar.close()
-        close_all(self._sinks)
+        for sink in self._sinks:
+            sink.close()
 
 
 def rewrite_last_row(config: TrainConfig, step: int, evaluation: dict[str, float]) -> None:

@@ -20,7 +20,9 @@ from megascale.checkpoint.nest import unflatten
 from megascale.debug import report_overflows, watch
 from megascale.errors import ArgumentError, CheckpointError
 from megascale.host_view import HostView
-from megascale.metrics.rows import (
+from megascale.train.build import DTYPES, build_schedule, build_task, build_wrapped_optimizer
+from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, flat, save_yaml
+from megascale.train.rows import (
     GRAD_NORM,
     LR,
     OVERFLOWS,
@@ -32,8 +34,6 @@ from megascale.metrics.rows import (
     ZEROS,
     row_of,
 )
-from megascale.train.build import DTYPES, build_schedule, build_task, build_wrapped_optimizer
-from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, flat, save_yaml
 from megascale.train.run_log import (
     BATCH_ACCURACY,
     HELDOUT_LOSS,
@@ -245,8 +245,6 @@ class Trainer:
     # Checkpoints
 
     def _save(self) -> None:
-        if self.log is not None:
-            self.log.flush()
         now = time.perf_counter()
         self.progress.seconds += now - self._begun
         self._begun = now

@@ -1,7 +1,5 @@
 """MegascalePrecision in the real Trainer, on one CPU: the same bits as the same training in a plain loop."""
 
-import csv
-import math
 import warnings
 from functools import partial
 from pathlib import Path
@@ -21,8 +19,7 @@ pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from megascale.integrations.lightning import LossScaleMonitor, MegascalePrecision, StepMetricsCallback
-from megascale.metrics import CsvFile
+from megascale.integrations.lightning import LossScaleMonitor, MegascalePrecision
 from tests.integrations.lightning_cases import (
     BATCHES,
     Regression,
@@ -434,27 +431,6 @@ def test_the_monitor_needs_the_plugin() -> None:
     """Without MegascalePrecision there is no scale to log: an error says what to pass."""
     with pytest.raises(UsageError, match="MegascalePrecision"):
         fitted(Regression(), [], callbacks=[LossScaleMonitor()])
-
-
-def test_the_callback_records_every_step(tmp_path: Path) -> None:
-    """One row for each optimizer step: the loss as returned, whether it was skipped, and the scale of that step."""
-    module, callback = Regression((2, 5)), StepMetricsCallback([CsvFile(tmp_path)])
-    plugin = MegascalePrecision("16-true", grad_scaler=scaler())
-    fitted(module, plugin, callbacks=[callback], accumulate_grad_batches=2)
-    with open(tmp_path / "metrics.csv", newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    assert [int(row["step"]) for row in rows] == list(range(BATCHES // 2))
-    assert [int(row["skipped"]) for row in rows] == [int(not landed) for landed, _ in module.rows]
-    assert [float(row["scale"]) for row in rows] == [2.0**8, *[scale for _, scale in module.rows[:-1]]]
-    assert [math.isfinite(float(row["grad_norm"])) for row in rows] == [landed for landed, _ in module.rows]
-    assert all(float(row["loss"]) > 0 for row in rows)
-
-
-def test_the_callback_needs_one_optimizer_of_ours(tmp_path: Path) -> None:
-    """Without MegascalePrecision the optimizer is torch's: an error says what to pass, and no file is made."""
-    with pytest.raises(UsageError, match="MegascalePrecision"):
-        fitted(Regression(), [], callbacks=[StepMetricsCallback([CsvFile(tmp_path)])])
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_weight_averaging_leaves_training_alone() -> None:

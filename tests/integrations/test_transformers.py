@@ -1,6 +1,5 @@
 """transformers.Trainer with a tiny Llama in fp16, made here, and our optimizer through the Trainer's own hooks."""
 
-import csv
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -22,8 +21,6 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from megascale.integrations.accelerate import adopt  # noqa: E402
-from megascale.integrations.transformers import StepMetricsCallback  # noqa: E402
-from megascale.metrics import CsvFile  # noqa: E402
 from tests.integrations.accelerate_cases import as_rank, reset  # noqa: E402
 
 STEPS, MICRO_BATCHES, RATE = 8, 2, 1e-3
@@ -271,25 +268,3 @@ def test_two_ranks_skip_together_and_resume(ranks: RankPool, tmp_path: Path) -> 
             torch.testing.assert_close(state[name], expected.state[name], rtol=0, atol=RATE * STEPS)
             assert (state[name] - expected.state[name]).abs().mean() < 0.02 * RATE
         assert resumed_alike
-
-
-def test_callback_records_every_step(tmp_path: Path) -> None:
-    """One row for each step: what the Trainer logged after it, whether it was skipped, and the rate that it had."""
-    trainer = Overflowing("optimizers", tmp_path)
-    trainer.add_callback(StepMetricsCallback([CsvFile(tmp_path)]))
-    trainer.train()
-    with open(tmp_path / "metrics.csv", newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    assert [int(row["step"]) for row in rows] == list(range(STEPS))
-    assert [int(row["skipped"]) for row in rows] == [int(step in (2, 6)) for step in range(STEPS)]
-    assert [float(row["loss"]) for row in rows] == pytest.approx(trainer.logged("loss"), nan_ok=True)
-    landed = [sum(step not in (2, 6) for step in range(count)) for count in range(STEPS)]
-    assert [float(row["lr"]) for row in rows] == pytest.approx([RATE * (1 - n / STEPS) for n in landed])
-
-
-def test_callback_needs_our_optimizer(tmp_path: Path) -> None:
-    """A Trainer with torch's optimizer is refused when training begins."""
-    trainer = Overflowing("none", tmp_path, scaled=False)
-    trainer.add_callback(StepMetricsCallback([CsvFile(tmp_path)]))
-    with pytest.raises(UsageError, match="pass it as Trainer"):
-        trainer.train()

@@ -57,7 +57,7 @@ def test_an_offline_run_has_every_step(tmp_path: Path, monkeypatch: pytest.Monke
     optimizer = MixedPrecisionOptimizer(
         torch.optim.SGD(model.named_parameters(), lr=0.1), None, DynamicGradScaler(16.0, 1.0, hysteresis=1)
     )
-    sink = WeightsAndBiases("offline", project="megascale-tests", dir=str(tmp_path))
+    sink = WeightsAndBiases(project="megascale-tests", dir=str(tmp_path))
     with StepMetrics(optimizer, [sink], start=5) as metrics:
         for value in (1.0, math.inf, 1.0, 2.0):
             optimizer.zero_grad()

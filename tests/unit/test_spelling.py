@@ -31,7 +31,6 @@ from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.estimation import Setup
 from megascale.grad_sync import GradSync
 from megascale.kernels import select_backend
-from megascale.metrics import StepMetrics
 from megascale.schedules import LandedLRScheduler
 from megascale.step_graph import StepGraph
 from megascale.utils.spelling import nearest
@@ -51,7 +50,6 @@ CONSTRUCTORS: list[Callable[..., Any]] = [
     ParallelGroups,
     Setup,
     StepGraph,
-    StepMetrics,
 ]
 FUNCTIONS: list[Callable[..., Any]] = [build_optimizer, cast_model, load, save]
 

@@ -3,7 +3,9 @@
 import contextlib
 import csv
 import math
+import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,7 @@ from torch import nn
 
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.metrics import CsvFile, StepMetrics
-from megascale.metrics.rows import Row
+from megascale.metrics import CsvFile, Sink, StepMetrics
 from tests.counting import OperatorCounter
 from tests.pool import RankPool
 from tests.training import Tiny
@@ -27,7 +28,7 @@ class Kept:
     """A sink that keeps its rows, and fails after ``room`` of them."""
 
     def __init__(self, room: int = 1000) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[Mapping[str, float]] = []
         self.calls: list[str] = []
         self._room = room
 
@@ -35,15 +36,11 @@ class Kept:
         """Note it."""
         self.calls.append(f"open {start}")
 
-    def write(self, row: Row) -> None:
+    def write(self, row: Mapping[str, float]) -> None:
         """Keep the row."""
         if len(self.rows) == self._room:
             raise OSError(28, "No space left on device")
         self.rows.append(row)
-
-    def flush(self) -> None:
-        """Note it."""
-        self.calls.append("flush")
 
     def close(self) -> None:
         """Note it."""
@@ -67,7 +64,6 @@ def _loss(model: nn.Module, step: int) -> torch.Tensor:
 def _read_at_once(steps: int) -> Rows:
     """Train in a loop that reads everything as soon as it has been computed."""
     model, optimizer = _built()
-    numel = sum(param.numel() for param in model.parameters())
     rows = []
     for step in range(steps):
         loss, scale = _loss(model, step), optimizer.get_loss_scale().item()
@@ -81,7 +77,7 @@ def _read_at_once(steps: int) -> Rows:
                 "grad_norm": result.grad_norm.item(),
                 "scale": scale,
                 "skipped": int(not result.success),
-                "zero_grad_fraction": result.num_zeros_in_grad.item() / numel,
+                "num_zeros_in_grad": result.num_zeros_in_grad.item(),
                 "lr": 1e-2,
             }
         )
@@ -132,16 +128,33 @@ def test_first_rank_alone_has_rows(ranks: RankPool) -> None:
     assert second == []
 
 
-def _unopened(folder: Path) -> str:
-    (folder / "file").write_text("")
+def _unopened(sink: Sink) -> str:
     with pytest.raises(ArgumentError) as caught:
-        StepMetrics(None, [CsvFile(folder / "file" / "metrics.csv")])
+        StepMetrics(None, [sink])
     return str(caught.value)
 
 
+class Elsewhere(Kept):
+    """A sink of a library that is not installed."""
+
+    def open(self, start: int) -> None:
+        """Import it."""
+        import no_such_library  # type: ignore[import-not-found]  # noqa: F401
+
+
 def test_sink_that_cannot_open_is_an_error_everywhere(ranks: RankPool, tmp_path: Path) -> None:
-    """Invariant 7: only the first rank opens the file, and every rank raises its error, naming the path."""
-    assert all(f"path={tmp_path}" in message for message in ranks.run(2, _unopened, tmp_path))
+    """Invariant 7: only the first rank opens it, and every rank raises its error, naming file or library."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "table.csv").write_text("name,value\na,1\n")
+    (tmp_path / "garbage.csv").write_text("step,loss\nx,1\n")
+    for sink, message in (
+        (CsvFile(tmp_path / "file" / "metrics.csv"), f"CsvFile cannot be opened: .*{tmp_path}/file"),
+        (CsvFile(tmp_path / "table.csv"), "table.csv exists and is no table of steps; choose another file"),
+        (CsvFile(tmp_path / "garbage.csv"), "CsvFile cannot be opened: "),
+        (Elsewhere(), "Elsewhere cannot be opened: No module named 'no_such_library'"),
+    ):
+        assert all(re.search(message, found) for found in ranks.run(2, _unopened, sink))
+    assert (tmp_path / "table.csv").read_text() == "name,value\na,1\n"
 
 
 def test_metrics_do_not_scale_a_loss() -> None:
@@ -154,21 +167,16 @@ def test_metrics_do_not_scale_a_loss() -> None:
         optimizer.step()
 
 
-def test_row_before_is_returned_and_can_be_added_to() -> None:
-    """A row comes with the next one; numbers measured in between belong to it. Phases are of their step."""
+def test_the_row_before_is_returned() -> None:
+    """A row comes with the next one, and the last one with close(); steps are counted from ``start``."""
     sink = Kept()
     metrics = StepMetrics(None, [sink], start=7)
-    with metrics.phase("forward"), metrics.phase("loss"):
-        assert metrics.record(loss=1) is None
+    assert metrics.record(loss=1) is None
     assert metrics.record(loss=torch.tensor([2.0])) == {"step": 7, "loss": 1.0, "seconds": sink.rows[0]["seconds"]}
-    metrics.add(accuracy=0.5)
-    metrics.flush()
-    assert sink.rows[1].keys() == {"step", "loss", "seconds", "seconds/forward", "seconds/loss", "accuracy"}
-    assert 0 < sink.rows[1]["seconds/loss"] <= sink.rows[1]["seconds/forward"]
-    metrics.record(success=torch.tensor(False))
-    metrics.close()
-    assert (sink.rows[2]["step"], sink.rows[2]["skipped"]) == (9, 1)
-    assert sink.calls == ["open 7", "flush", "close"]
+    assert metrics.close() == sink.rows[1]
+    assert (sink.rows[1]["step"], sink.rows[1]["loss"]) == (8, 2.0)
+    assert sink.calls == ["open 7", "close"]
+    assert metrics.close() is None
 
 
 def test_full_disk_does_not_end_training() -> None:
@@ -189,9 +197,9 @@ def test_arguments_are_checked() -> None:
     """Each error names the argument, what it was, and what to do."""
     _, optimizer = _built()
     metrics = StepMetrics(optimizer)
-    with pytest.raises(ArgumentError, match=r"loss must have one element, got shape \(2,\)"):
+    with pytest.raises(ArgumentError, match=r"loss must be a number .*, got shape \(2,\); pass its mean"):
         metrics.record(loss=torch.ones(2))
-    with pytest.raises(ArgumentTypeError, match="loss must be a tensor of one element or a number, got str"):
+    with pytest.raises(ArgumentError, match="loss must be a number or a tensor of one element, got str"):
         metrics.record(loss="1")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="grad_norm is recorded already"):
         metrics.record(grad_norm=1.0)
@@ -211,10 +219,10 @@ def test_chain_has_one_row() -> None:
     chain.scale_loss(_loss(model, 0)).backward()
     norm = chain.step().grad_norm
     metrics.record()
-    row = metrics.record()
+    row = metrics.close()
     assert row is not None
     assert (row["grad_norm"], row["scale"]) == (norm.item(), 256.0)
-    assert "zero_grad_fraction" not in row
+    assert "num_zeros_in_grad" not in row
 
 
 def _table(path: Path) -> list[dict[str, str]]:
@@ -224,12 +232,12 @@ def _table(path: Path) -> list[dict[str, str]]:
 
 def test_csv_grows_by_columns_and_forgets_steps_that_run_again(tmp_path: Path) -> None:
     """Missing values are empty. A file that goes on at step 2 keeps 0 and 1, and no half line."""
-    file = CsvFile(tmp_path / "run")
+    path = tmp_path / "run" / "metrics.csv"
+    file = CsvFile(path)
     file.open(0)
     for row in ({"step": 0, "loss": 2.0}, {"step": 1, "loss": math.inf, "accuracy": 0.5}, {"step": 2, "accuracy": 1}):
         file.write(row)
     file.close()
-    path = tmp_path / "run" / "metrics.csv"
     kept = ["0,2.0,", "1,inf,0.5"]
     assert path.read_text().split() == ["step,loss,accuracy", *kept, "2,,1"]
     with open(path, "a") as stream:
@@ -238,6 +246,3 @@ def test_csv_grows_by_columns_and_forgets_steps_that_run_again(tmp_path: Path) -
     again.open(2)
     assert path.read_text().split() == ["step,loss,accuracy", *kept]
     again.close()
-    path.write_text("name,value\na,1\n")
-    with pytest.raises(ArgumentError, match="is no table of steps"):
-        CsvFile(path).open(2)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megascale.errors import ArgumentError
-from megascale.metrics.rows import TABLE
 from megascale.train.experiment import RUNS, Outcome, command, draw, main, outcome, report, table
+from megascale.train.rows import TABLE
 
 TINY = ["task=text", "text.width=8", "text.layers=1", "text.heads=1", "text.context=8", "text.heldout_windows=4"]
 TINY += ["steps=3", "batch_size=2", "threads=1", "optimizer.clip_grad=1", "optimizer.lr=0.1"]

@@ -35,14 +35,14 @@ def test_half_a_line_is_no_row(tmp_path: Path) -> None:
 
 
 def test_killed_again_before_it_saved(tmp_path: Path) -> None:
-    """A run that goes on and is killed before its first flush has lost no row of before."""
+    """A run that goes on and is killed before it saves has lost no row of before."""
     log = RunLog(_config(tmp_path), 0)
     _write(log, range(5))
     log.close()
     killed = RunLog(_config(tmp_path), 5)
     _write(killed, range(5, 7))
-    # Nothing of the killed run's own buffer is on disk; the third run resumes where the second did.
-    assert _steps(tmp_path) == [str(step) for step in range(5)]
+    assert _steps(tmp_path) == [str(step) for step in range(7)]
+    # The third run resumes where the second did.
     last = RunLog(_config(tmp_path), 5)
     _write(last, range(5, 8))
     last.close()

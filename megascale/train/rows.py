@@ -1,12 +1,12 @@
-"""The rows that a run leaves: one of each step in its table, one of each gradient that made a step skip in a JSON file.
+"""The rows that a run leaves: one of each step in its table, one of each gradient that made a step skip."""
 
-:class:`megascale.metrics.StepMetrics` and ``megascale train`` write the first kind, :mod:`megascale.debug` the second.
-"""
-
+import csv
 import json
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TextIO, cast
 
+from megascale.errors import ArgumentError
 from megascale.step.overflow_report import OverflowRow
 
 TABLE, OVERFLOWS = "metrics.csv", "overflows.jsonl"
@@ -57,3 +57,29 @@ def overflow_of(line: str) -> OverflowRow | None:
     if not isinstance(read.get("step"), int) or not isinstance(read.get("parameter"), str):
         return None
     return cast(OverflowRow, {name: read.get(name) for name in OverflowRow.__annotations__})
+
+
+def rows_before(path: Path, step: int | None) -> list[dict[str, str]]:
+    """Return the rows of the steps before ``step`` (None: all) that a file holds; none if it is not there.
+
+    Raises ArgumentError if it is no table of steps.
+    """
+    if step == 0 or not path.is_file():
+        return []
+    with open(path, newline="", encoding="utf-8") as stream:
+        reader = csv.DictReader(whole_lines(stream))
+        if STEP not in (reader.fieldnames or ()):
+            raise ArgumentError(
+                f"path={path} exists and is no table of steps: it has no column {STEP!r}; choose another file"
+            )
+        return [row for row in reader if _is_whole(row) and (step is None or int(row[STEP]) < step)]
+
+
+def whole_lines(stream: TextIO) -> Iterator[str]:
+    """Yield lines, but not a last one without its end: a killed process may leave a part of a line."""
+    return (line for line in stream if line.endswith("\n"))
+
+
+def _is_whole(row: Mapping[str, str | None]) -> bool:
+    """Return whether no cell is missing."""
+    return None not in row.values() and str(row[STEP]).isdigit()
