@@ -138,10 +138,10 @@ class OptimizerConfig(StepConfig):
         backend: Kernels (megascale's): a name of :data:`megascale.config.BACKENDS`. "auto": the environment
             variable MEGASCALE_BACKEND, else what is fastest here, see :func:`megascale.kernels.select_backend`.
             Default: "auto".
-        exp_avg_dtype: Dtype of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16,
-            float16 or int8. Arithmetic is fp32; fp64 parameters keep fp64 moments. int8, and uint8 for the
-            second moment, are codes (megascale's), see :mod:`megascale.kernels.compact_moments` and
-            :mod:`megascale.kernels.compact_averages`. Default: torch.float32.
+        exp_avg_dtype: Dtype of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16 or
+            float16; of Adam's and AdamW's int8, too. Arithmetic is fp32; fp64 parameters keep fp64 moments. int8,
+            and uint8 for the second moment, are codes (megascale's), see
+            :mod:`megascale.kernels.compact_moments`. Default: torch.float32.
         exp_avg_sq_dtype: Dtype of Adam's second moment. bfloat16 cannot follow changes below 0.4%, which
             beta2=0.999 makes; float16 loses gradients below 2.4e-4. Measure before you train with either. uint8
             follows both. Default: torch.float32.

@@ -142,8 +142,8 @@ LIVES = {
         "dampened", torch.bfloat16, "fsdp2", {"exp_avg_dtype": torch.bfloat16}, accumulates=True
     ),
     "Lion, remainders": Life("lion", torch.bfloat16, "replicated", {"clip_grad": 3.0} | REMAINDERS),
-    "Lion, ZeRO-1 by parameters, 8 bit": Life(
-        "lion", torch.float16, "zero1-parameters", {"exp_avg_dtype": torch.int8}, accumulates=True
+    "Lion, ZeRO-1 by parameters, 16 bit": Life(
+        "lion", torch.float16, "zero1-parameters", {"exp_avg_dtype": torch.bfloat16}, accumulates=True
     ),
     "Muon and AdamW, ZeRO-1 by parameters": Life("muon", torch.float16, "zero1-parameters"),
     "SGD, megascale.amp": Life("torch's own sgd", torch.float32, "amp", {"clip_grad": 3.0}),

@@ -165,25 +165,18 @@ def adam(
     return lambda backend, memory: backend.adam_(memory.operands(model, grad, state, names, held), hyper, _decision())
 
 
-def sgd(
-    model: torch.dtype,
-    grad: torch.dtype,
-    momentum: float,
-    nesterov: bool = False,
-    held: bool = False,
-    state: torch.dtype = SINGLE,
-) -> Call:
+def sgd(model: torch.dtype, grad: torch.dtype, momentum: float, nesterov: bool = False, held: bool = False) -> Call:
     """SGD."""
     hyper = SgdHyper(1e-2, momentum, 0.0, 0.1, nesterov, False)
     names = ["momentum_buffer"] if momentum else []
-    return lambda backend, memory: backend.sgd_(memory.operands(model, grad, state, names, held), hyper, _decision())
+    return lambda backend, memory: backend.sgd_(memory.operands(model, grad, SINGLE, names, held), hyper, _decision())
 
 
-def lion(model: torch.dtype, grad: torch.dtype, held: bool = False, state: torch.dtype = SINGLE) -> Call:
+def lion(model: torch.dtype, grad: torch.dtype, held: bool = False) -> Call:
     """Lion."""
     hyper = LionHyper(1e-3, 0.9, 0.99, 0.1, False)
     return lambda backend, memory: backend.lion_(
-        memory.operands(model, grad, state, ["exp_avg"], held), hyper, _decision()
+        memory.operands(model, grad, SINGLE, ["exp_avg"], held), hyper, _decision()
     )
 
 
@@ -246,18 +239,10 @@ CALLS: dict[str, Call] = {
     "SGD bf16, nesterov": sgd(BRAIN, BRAIN, 0.9, nesterov=True),
     "SGD fp16, momentum, remainders": sgd(HALF, HALF, 0.9, held=True),
     "SGD bf16, momentum, remainders": sgd(BRAIN, BRAIN, 0.9, held=True),
-    "SGD fp16, 8-bit momentum": sgd(HALF, HALF, 0.9, state=CODES),
-    "SGD bf16, 8-bit momentum": sgd(BRAIN, BRAIN, 0.9, state=CODES),
-    "SGD fp16, 8-bit momentum, remainders": sgd(HALF, HALF, 0.9, state=CODES, held=True),
-    "SGD bf16, 8-bit momentum, remainders": sgd(BRAIN, BRAIN, 0.9, state=CODES, held=True),
     "Lion bf16": lion(BRAIN, BRAIN),
     "Lion fp32": lion(SINGLE, SINGLE),
     "Lion fp16, remainders": lion(HALF, HALF, held=True),
     "Lion bf16, remainders": lion(BRAIN, BRAIN, held=True),
-    "Lion fp16, 8-bit momentum": lion(HALF, HALF, state=CODES),
-    "Lion bf16, 8-bit momentum": lion(BRAIN, BRAIN, state=CODES),
-    "Lion fp16, 8-bit momentum, remainders": lion(HALF, HALF, state=CODES, held=True),
-    "Lion bf16, 8-bit momentum, remainders": lion(BRAIN, BRAIN, state=CODES, held=True),
     "write back fp16": writing_back(HALF),
     "write back bf16": writing_back(BRAIN),
     "decode fp16": decoding(HALF),

@@ -38,7 +38,8 @@ class Rule:
     def used(self, moments: Moments) -> Moments:
         """Return the dtypes with fp32, the default, for the moment that the rule does not have."""
         first, second = (dtype if count else torch.float32 for count, dtype in zip(self.states, moments, strict=True))
-        return first, second
+        has_codes = self.states[1] > 0  # of 8 bits are Adam's moments only
+        return (torch.float32 if first == torch.int8 and not has_codes else first), second
 
     def traffic(self, grad: int, model: int, moments: Moments, remainders: bool = False) -> Traffic:
         """Return bytes per parameter, for gradients and model params of so many bytes.

@@ -5,11 +5,9 @@ from torch import Tensor
 
 from megascale.errors import UsageError
 from megascale.kernels.compact_moments import SCALE_SUFFIX
-from megascale.rules import FIRST, MOMENT_CODES, may_be_codes
+from megascale.rules import ADAM, MOMENT_CODES
 from megascale.step.kernel_state import named_in
 
-_KINDS = may_be_codes(FIRST)
-"""The optimizers whose moments may be codes, with their subclasses. Others may call anything by these names."""
 _MOMENTS = {f"{name}{SCALE_SUFFIX}": name for name in MOMENT_CODES}
 """Moments by the names of their scales."""
 
@@ -20,8 +18,8 @@ def require_no_codes(optimizer: torch.optim.Optimizer) -> None:
     Its wrapper left them when it was dropped, for every parameter that has state: the first one tells. They are known
     by the scales beside them, also where torch has cast them.
     """
-    if not isinstance(optimizer, _KINDS):
-        return
+    if not isinstance(optimizer, ADAM.kinds):
+        return  # others may call anything by these names
     of_params = ((param, entry) for param, entry in optimizer.state.items() if isinstance(param, Tensor) and entry)
     param, entry = next(of_params, (None, None))
     if not isinstance(entry, dict) or _MOMENTS.keys().isdisjoint(entry):

@@ -49,7 +49,6 @@ OURS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, torch.dtype]]
     "adamw_bnb_8bit": (torch.optim.AdamW, _ADAM_CODES),
     "adamw_torch_8bit": (torch.optim.AdamW, _ADAM_CODES),
     "lion_32bit": (Lion, {}),
-    "lion_8bit": (Lion, {FIRST: FIRST_DTYPE}),
 }
 """Other values: the optimizer, and the dtypes of its moments. They need no other library."""
 

@@ -1,7 +1,5 @@
 """8-bit moments: Adam's ``exp_avg`` as int8, ``exp_avg_sq`` as uint8, and an fp32 scale for each group of 32 elements.
 
-The momentum of SGD and Lion is :mod:`megascale.kernels.compact_averages`.
-
 **Layout.** Groups are cut from the flattened parameter, so that they are the same on any number of ranks. All functions
 take and return 1-D tensors that begin with a whole group; the last group may be shorter. Every operation is an IEEE
 operation on fp32 or exact on integers, so that all backends produce the same bits.

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megascale.kernels.compact_averages import decode_average, encode_average
-from megascale.kernels.compact_moments import SCALE_SUFFIX, decode_moments, dither, encode_moments, exact_root
+from megascale.kernels.compact_moments import decode_moments, encode_moments, exact_root
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
 from megascale.kernels.protocol import FP16_OVERFLOW, Operands
 from megascale.kernels.remainders import TorchRemainders
@@ -82,12 +81,14 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
                 kept: float | Tensor = 1 - hyper.dampening
                 if hyper.dampening != 0:
                     kept = torch.where(operands.step[index] == 0, 1.0, kept)
-                velocity = hyper.momentum * _average(operands, "momentum_buffer", index) + kept * g
-                _land_average_(operands, "momentum_buffer", index, velocity, found)
+                buffer = operands.state["momentum_buffer"][index]
+                velocity = hyper.momentum * buffer.to(main.dtype) + kept * g
+                _land_(buffer, velocity, found)
                 g = g + hyper.momentum * velocity if hyper.nesterov else velocity
             _land_(main, main - _as(main, lr) * g, found)
-        if operands.has_codes or (hyper.momentum != 0 and hyper.dampening != 0):
-            _count(operands, decision)
+        if hyper.momentum != 0 and hyper.dampening != 0:
+            for step in operands.step:
+                step.add_(1 - decision.found_inf)
         return self.write_back_(operands.main, operands.model)
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
@@ -95,13 +96,12 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
         found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad) in enumerate(zip(operands.main, operands.grad, strict=True)):
             g = _gradient(grad, main, hyper.maximize, decision)
-            average = _average(operands, "exp_avg", index)
+            held = operands.state["exp_avg"][index]
+            average = held.to(main.dtype)
             direction = (hyper.beta1 * average + (1 - hyper.beta1) * g).sign()
             p = main * _as(main, 1 - lr * hyper.weight_decay) - _as(main, lr) * direction
-            _land_average_(operands, "exp_avg", index, hyper.beta2 * average + (1 - hyper.beta2) * g, found)
+            _land_(held, hyper.beta2 * average + (1 - hyper.beta2) * g, found)
             _land_(main, p, found)
-        if operands.has_codes:
-            _count(operands, decision)
         return self.write_back_(operands.main, operands.model)
 
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
@@ -125,31 +125,6 @@ def _exact(lr: float | Tensor) -> float | Tensor:
 def _as(main: Tensor, number: float | Tensor) -> float | Tensor:
     """Return a factor of a main param, rounded to its dtype, as torch rounds Python numbers."""
     return number.to(main.dtype) if isinstance(number, Tensor) else number
-
-
-def _average(operands: Operands, name: str, index: int) -> Tensor:
-    """Return a moment that has no second one beside it, in the dtype of the main param."""
-    held = operands.state[name][index]
-    if not operands.has_codes:
-        return held.to(operands.main[index].dtype)
-    return decode_average(held.reshape(-1), operands.state[name + SCALE_SUFFIX][index]).view(held.shape)
-
-
-def _land_average_(operands: Operands, name: str, index: int, value: Tensor, found: Tensor) -> None:
-    """Write such a moment, if the step lands, as it is held."""
-    held = operands.state[name][index]
-    if not operands.has_codes:
-        _land_(held, value, found)
-        return
-    start = operands.start[index] if operands.start else 0
-    codes, scale = encode_average(value.reshape(-1), dither(start, value.numel(), operands.step[index] + 1))
-    _land_(held, codes.view(held.shape), found)
-    _land_(operands.state[name + SCALE_SUFFIX][index], scale, found)
-
-
-def _count(operands: Operands, decision: Decision) -> None:
-    for step in operands.step:
-        step.add_(1 - decision.found_inf)
 
 
 def _gradient(grad: Tensor, main: Tensor, maximize: bool, decision: Decision) -> Tensor:

@@ -78,7 +78,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        if operands.has_codes or (hyper.momentum != 0 and hyper.dampening != 0):
+        if hyper.momentum != 0 and hyper.dampening != 0:
             return self._reference.sgd_(operands, hyper, decision)
 
         def update_(block: Block) -> None:
@@ -105,8 +105,6 @@ class TorchBackend(TorchDecisions, TorchRemainders):
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`. torch has no Lion kernel: the reference's code runs in cache."""
-        if operands.has_codes:
-            return self._reference.lion_(operands, hyper, decision)
 
         def update_(block: Block) -> None:
             main, grad, exp_avg = (block.column(index) for index in (0, 1, 3))

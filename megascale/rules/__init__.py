@@ -48,8 +48,8 @@ def _moments() -> dict[str, Moment]:
 
 MOMENTS = _moments()
 """All moments by name, first moments before second ones. Of one name the first rule's: only that may be codes."""
-MOMENT_CODES = {moment.name: moment.codes for rule in RULES for moment in rule.moments if moment.codes is not None}
-"""The moments that may be 8-bit codes, and the dtype of these."""
+MOMENT_CODES = {moment.name: moment.codes for moment in ADAM.moments if moment.codes is not None}
+"""The moments that may be 8-bit codes, of Adam and AdamW only, and the dtype of these."""
 
 OWN_STEPS: dict[type[torch.optim.Optimizer], OwnStep] = TORCH_STEPS | {
     kind: rule.own_step for rule in RULES for kind in rule.kinds if rule.own_step is not None
@@ -60,16 +60,6 @@ ELEMENTWISE = frozenset(
     | {kind for kind, step in TORCH_STEPS.items() if step.is_elementwise}
 )
 """Optimizers that update each element from its own gradient and state, so that a parameter can be cut anywhere."""
-
-
-def may_be_codes(dtype_field: str) -> tuple[type[torch.optim.Optimizer], ...]:
-    """Return the optimizers that may hold the moments of a field, :data:`FIRST` or :data:`SECOND`, as 8-bit codes."""
-    return tuple(
-        kind
-        for rule in RULES
-        if any(moment.field == dtype_field and moment.codes is not None for moment in rule.moments)
-        for kind in rule.kinds
-    )
 
 
 def kinds_without(dtype_field: str) -> tuple[type[torch.optim.Optimizer], ...]:
@@ -107,5 +97,4 @@ __all__ = [
     "SgdHyper",
     "Variant",
     "kinds_without",
-    "may_be_codes",
 ]

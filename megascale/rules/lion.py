@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from megascale.lion import Lion
 from megascale.rules.options import number, pair, values_of
-from megascale.rules.rule import FIRST, FIRST_DTYPE, Hyper, Moment, Options, Rule, Values, Variant
+from megascale.rules.rule import FIRST, Hyper, Moment, Options, Rule, Values, Variant
 
 if TYPE_CHECKING:
     from megascale.config import OptimizerConfig
@@ -31,10 +31,9 @@ class LionRule(Rule):
 
     name = "lion"
     kinds = (Lion,)
-    moments = (Moment("exp_avg", FIRST, FIRST_DTYPE),)
+    moments = (Moment("exp_avg", FIRST),)
     numbers = ("betas", "weight_decay")
     flags = ("maximize",)
-    optional_state = ("exp_avg", "step")
     kernel = "lion_"
     decoupled = (Lion,)
     variants: ClassVar[Mapping[str, Variant]] = {"lion": Variant(Lion)}

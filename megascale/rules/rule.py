@@ -125,7 +125,7 @@ class Rule:
         raise NotImplementedError
 
     def counts_steps(self, options: Options) -> bool:
-        """Whether the arithmetic depends on a parameter's number of landed steps. 8-bit codes do, too."""
+        """Whether the arithmetic depends on a parameter's number of landed steps."""
         return False
 
     def obstacle(self, options: Options) -> str | None:

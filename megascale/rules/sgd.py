@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megascale.rules.options import number, values_of
-from megascale.rules.rule import FIRST, FIRST_DTYPE, Hyper, Moment, Options, Rule, Values, Variant
+from megascale.rules.rule import FIRST, Hyper, Moment, Options, Rule, Values, Variant
 
 if TYPE_CHECKING:
     from megascale.config import OptimizerConfig
@@ -31,7 +31,7 @@ class SgdRule(Rule):
 
     name = "sgd"
     kinds = (torch.optim.SGD,)
-    moments = (Moment("momentum_buffer", FIRST, FIRST_DTYPE),)
+    moments = (Moment("momentum_buffer", FIRST),)
     numbers = ("momentum", "dampening", "weight_decay")
     flags = ("nesterov", "maximize")
     optional_state = ("momentum_buffer", "step")

@@ -368,14 +368,10 @@ class LiveState(HeldState):
 
 
 def _counted(state: Any, required: Collection[str]) -> Any:
-    """Return one parameter's saved state, with the ``step`` added that SGD and Lion keep beside 8-bit codes only.
+    """Return one parameter's saved state, with the ``step`` added that SGD keeps with dampening only.
 
-    Of SGD it tells whether dampening applies, from the second step on, too; an existing momentum has seen one step.
-    Beside 8-bit codes it stays missing: their next bits depend on the step.
+    It tells whether dampening applies, from the second step on; an existing momentum has seen one step.
     """
-    if "step" not in required or not isinstance(state, Mapping) or "step" in state or "exp_avg_sq" in required:
+    if not {"momentum_buffer", "step"} <= set(required) or not isinstance(state, Mapping):
         return state
-    name = "momentum_buffer" if "momentum_buffer" in required else "exp_avg"
-    if name not in state or portable_state.is_held_as_codes(name, state[name]):
-        return state
-    return {**state, "step": torch.tensor(1.0, device="cpu")}
+    return {"step": torch.tensor(1.0, device="cpu"), **state} if "momentum_buffer" in state else state

@@ -1,4 +1,4 @@
-"""Optimizer state whose moments are held as 8-bit codes: which can be, in what shape, and conversions.
+"""Adam's and AdamW's state whose moments are held as 8-bit codes: which can be, in what shape, and conversions.
 
 See :mod:`megascale.kernels.compact_moments` for the codes. State that is loaded, in fp32 or as codes, is converted to
 what the config asks for: codes become the fp32 numbers that they stand for, fp32 is rounded as a step would round it.
@@ -12,18 +12,16 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import Backend
-from megascale.kernels.compact_averages import decode_average, encode_average
 from megascale.kernels.compact_moments import (
     GROUP,
     SCALE_SUFFIX,
     decode_moments,
-    dither,
     encode_moments,
     is_scale,
 )
 from megascale.main_params.group_scales import first_element, has_whole_groups, scales_like, scales_shape
 from megascale.main_params.main_param import MainParam
-from megascale.rules import CODE_DTYPES, MOMENT_CODES, may_be_codes
+from megascale.rules import ADAM, CODE_DTYPES, MOMENT_CODES
 from megascale.utils.dtensors import dtensor_like, is_dtensor, to_local
 from megascale.utils.wording import either
 
@@ -36,14 +34,14 @@ _PAIR = ["exp_avg", "exp_avg_sq"]
 def require_supported(dtypes: Mapping[str, torch.dtype], optimizer: torch.optim.Optimizer, backend: Backend) -> None:
     """Raise ArgumentError if ``dtypes``, by name, ask for codes that this optimizer or backend cannot update."""
     for name in _PAIR:
-        dtype, kinds = dtypes[name], may_be_codes(f"{name}_dtype")
+        dtype = dtypes[name]
         if dtype not in CODE_DTYPES:
             continue
-        if not isinstance(optimizer, kinds):
-            needed = either([kind.__name__ for kind in kinds])
+        if not isinstance(optimizer, ADAM.kinds):
             raise ArgumentError(
-                f"config.{name}_dtype={dtype} needs {needed}, not {type(optimizer).__name__}; "
-                "leave it at torch.float32 or torch.bfloat16"
+                f"config.{name}_dtype={dtype} needs {either([kind.__name__ for kind in ADAM.kinds])}, not "
+                f"{type(optimizer).__name__}, whose moments have 16 bits at least: give torch.bfloat16, or leave it at "
+                "torch.float32"
             )
         if backend.name not in BACKENDS:
             raise ArgumentError(
@@ -106,16 +104,16 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
 
     State that is missing stays missing. Raises UsageError for codes without scales, or without the other moment.
     """
-    held = [name for name in MOMENT_CODES if entry.get(name) is not None]
-    names = _PAIR if "exp_avg_sq" in held else held
+    if all(entry.get(name) is None for name in _PAIR):
+        return
     # A code means nothing without its scale, and the first moment's quotient nothing without the second moment.
     unscaled = [
         name + SCALE_SUFFIX
-        for name in names
+        for name in _PAIR
         if isinstance(entry.get(name), Tensor) and is_code(name, entry[name]) and entry.get(name + SCALE_SUFFIX) is None
     ]
-    fits = all(entry.get(name) is None or entry[name].dtype == dtypes[name] for name in names)
-    lacks = unscaled if fits else [name for name in names if entry.get(name) is None] + unscaled
+    fits = all(entry.get(name) is None or entry[name].dtype == dtypes[name] for name in _PAIR)
+    lacks = unscaled if fits else [name for name in _PAIR if entry.get(name) is None] + unscaled
     if lacks:
         raise UsageError(
             f"the optimizer's state of {param.name!r} holds 8-bit codes and lacks {lacks}; load state that is whole"
@@ -124,34 +122,13 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
         return
     step = entry.get("step", 0.0)
     step = step if isinstance(step, Tensor) else torch.as_tensor(step, dtype=torch.float32, device="cpu")
-    parts = {name: to_local(value) for name, value in entry.items() if name in names or is_scale(name)}
-    if names == _PAIR:
-        decoded = decode_moments(parts)
-        made = encode_moments(decoded["exp_avg"], decoded["exp_avg_sq"], dtypes, start_of(param), step)
-    else:
-        made = _converted_averages(parts, names, dtypes, start_of(param), step)
+    decoded = decode_moments({key: to_local(value) for key, value in entry.items() if key in _PAIR or is_scale(key)})
+    made = encode_moments(decoded["exp_avg"], decoded["exp_avg_sq"], dtypes, start_of(param), step)
     # Old scales go first: a moment that is fp32 from now on has none.
     for name in filter(is_scale, list(entry)):
         del entry[name]
     for name, value in made.items():
         entry[name] = scales_like(param.main, value) if is_scale(name) else dtensor_like(value, param.main)
-
-
-def _converted_averages(
-    entry: Mapping[str, Tensor], names: Sequence[str], dtypes: Mapping[str, torch.dtype], start: int, step: Tensor
-) -> dict[str, Tensor]:
-    """Return moments that have no second one beside them, in ``dtypes``, and the scales of codes."""
-    made: dict[str, Tensor] = {}
-    for name in names:
-        value = entry[name]
-        if is_code(name, value):
-            value = decode_average(value.reshape(-1), entry[name + SCALE_SUFFIX]).view(value.shape)
-        made[name] = value
-        if dtypes[name] in CODE_DTYPES:
-            flat = value.to(torch.float32).reshape(-1)
-            codes, made[name + SCALE_SUFFIX] = encode_average(flat, dither(start, flat.numel(), step))
-            made[name] = codes.view(value.shape)
-    return made
 
 
 def holds_codes(entry: Mapping[str, Any]) -> bool:

@@ -137,8 +137,6 @@ class KernelState:
             require_uncast(entry, param)
             lacks = [name for name in names if entry.get(name) is None]
             may_lack = {*optional, *filter(is_scale, names)}
-            if holds_codes(entry):  # their next bits depend on the step
-                may_lack.discard("step")
             if entry and not set(lacks) <= may_lack:
                 raise UsageError(
                     f"the optimizer's state of {param.name!r} has {sorted(map(str, entry))} and lacks {lacks}; load "

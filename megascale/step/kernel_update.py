@@ -116,7 +116,6 @@ class KernelUpdate(InnerUpdate):
         dtypes = {name: moment.dtype(getattr(config, moment.field)) for name, moment in MOMENTS.items()}
         require_supported(dtypes, optimizer, backend)
         self._dtypes = dtypes
-        self._has_codes = any(dtypes[moment.name] in CODE_DTYPES for moment in rule.moments)
         self._scratch: dict[torch.device, Tensor] = {}
         self._state = KernelState(optimizer, dtypes)
 
@@ -202,8 +201,7 @@ class KernelUpdate(InnerUpdate):
     @override
     def required_state(self, options: dict[str, Any]) -> list[str]:
         names = self.rule.state_names(options)
-        counts = self.rule.counts_steps(options) or (self._has_codes and len(names) > 0)
-        return [*names, "step"] if counts else names
+        return [*names, "step"] if self.rule.counts_steps(options) else names
 
     @override
     def update_signature(self) -> str:

@@ -1,7 +1,6 @@
 """8-bit moments of DTensors: the bits of the unsharded optimizer wherever each rank has whole groups, else an error."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from megascale import ConstantGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
 from megascale.errors import ArgumentError
 from megascale.utils.dtensors import is_dtensor
@@ -21,11 +20,6 @@ from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import bits_equal, same_bits
 
-INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    "lion": lambda params: Lion(params, lr=1e-3),
-    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-}
 SHAPES = [(8, 32), (7, 64), (3, 2, 16), (128,), (8, 16), (1, 33)]
 """Even and uneven rows of whole groups, fewer rows than ranks, one dimension, rows of half a group."""
 LAYOUTS: dict[str, tuple[tuple[int, ...], list[Placement], list[Placement]]] = {
@@ -56,14 +50,13 @@ class _Model(nn.Module):
 
 
 def _build(
-    layout: str | None, rule: str, dtype: torch.dtype, seed: int = 0, compact: bool = True, remainders: bool = False
+    layout: str | None, dtype: torch.dtype, seed: int = 0, compact: bool = True, remainders: bool = False
 ) -> tuple[nn.Module, MixedPrecisionOptimizer]:
     model = _Model(layout, dtype, seed)
-    moments: dict[str, Any] = {"exp_avg_dtype": torch.int8} if compact else {}
-    moments |= {"exp_avg_sq_dtype": torch.uint8} if compact and rule == "adamw" else {}
+    moments: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8} if compact else {}
     fp16 = dtype == torch.float16
     config = OptimizerConfig(fp16=fp16, bf16=not fp16, store_param_remainders=remainders, **moments)
-    inner = INNER[rule](model.named_parameters())
+    inner = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
     scaler = ConstantGradScaler(64.0)
     return model, MixedPrecisionOptimizer(inner, config, scaler, grads_are_scaled=True, replicas_may_differ=True)
 
@@ -90,41 +83,39 @@ def _whole(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> dict[str, Te
     return {key: (value.reshape(-1) if "_scale" in key else value).clone() for key, value in whole.items()}
 
 
-def _both(layout: str, rule: str, dtype: torch.dtype, remainders: bool) -> bool:
+def _both(layout: str, dtype: torch.dtype, remainders: bool) -> bool:
     """Train spread and whole. Returns whether all bits agree."""
     found = []
     for one in (layout, None):
-        model, optimizer = _build(one, rule, dtype, remainders=remainders)
+        model, optimizer = _build(one, dtype, remainders=remainders)
         _train(model, optimizer, one, 0, STEPS)
         found.append(_whole(model, optimizer))
     assert any(value.dtype == torch.int8 for value in found[0].values())
     return same_bits(*found)
 
 
-CASES = [("rows", 2, "adamw"), *((layout, 4, rule) for layout in LAYOUTS for rule in INNER), ("rows", 2, "lion")]
+CASES = [("rows", 2), *((layout, 4) for layout in LAYOUTS)]
 
 
 @pytest.mark.parametrize(
-    ("layout", "world", "rule"),
+    ("layout", "world"),
     [pytest.param(*case, marks=() if case[1] == 2 else pytest.mark.slow) for case in CASES],
 )
-def test_bits_of_whole_parameters(ranks: RankPool, layout: str, world: int, rule: str) -> None:
+def test_bits_of_whole_parameters(ranks: RankPool, layout: str, world: int) -> None:
     """Codes, scales, main params and weights of DTensors are those of whole parameters; a skip changes nothing."""
     for dtype, remainders in ((torch.float16, False), (torch.bfloat16, True)):
-        assert ranks.run(world, _both, layout, rule, dtype, remainders) == [True] * world
+        assert ranks.run(world, _both, layout, dtype, remainders) == [True] * world
 
 
-def _save(layout: str | None, rule: str, directory: Path) -> dict[str, Tensor]:
-    model, optimizer = _build(layout, rule, torch.float16)
+def _save(layout: str | None, directory: Path) -> dict[str, Tensor]:
+    model, optimizer = _build(layout, torch.float16)
     _train(model, optimizer, layout, 0, 3)
     Checkpointer(directory).save(3, model, optimizer)
     return _whole(model, optimizer)
 
 
-def _go_on(
-    layout: str | None, rule: str, directory: Path, compact: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, optimizer = _build(layout, rule, torch.float16, seed=1, compact=compact)
+def _go_on(layout: str | None, directory: Path, compact: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, optimizer = _build(layout, torch.float16, seed=1, compact=compact)
     Checkpointer(directory).load(model, optimizer)
     found = _whole(model, optimizer)
     _train(model, optimizer, layout, 3, 5)
@@ -140,19 +131,18 @@ def _go_on(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("rule", ["adamw", pytest.param("lion", marks=pytest.mark.slow)])
 def test_checkpoints_travel(
-    ranks: RankPool, tmp_path: Path, saving: tuple[str | None, int], loading: list[tuple[str | None, int]], rule: str
+    ranks: RankPool, tmp_path: Path, saving: tuple[str | None, int], loading: list[tuple[str | None, int]]
 ) -> None:
     """What one layout saved another loads, bit for bit, and goes on with the same bits; as fp32 moments, too."""
-    saved = ranks.run(saving[1], _save, saving[0], rule, tmp_path)[0]
+    saved = ranks.run(saving[1], _save, saving[0], tmp_path)[0]
     went_on = None
     for layout, world in loading:
-        for found, later in ranks.run(world, _go_on, layout, rule, tmp_path, True):
+        for found, later in ranks.run(world, _go_on, layout, tmp_path, True):
             assert same_bits(saved, found)
             went_on = went_on or later
             assert same_bits(went_on, later)
-    wide = [ranks.run(world, _go_on, layout, rule, tmp_path, False)[0][0] for layout, world in loading]
+    wide = [ranks.run(world, _go_on, layout, tmp_path, False)[0][0] for layout, world in loading]
     assert not any("_scale" in key for key in wide[0])
     assert all(same_bits(wide[0], other) for other in wide)
 
@@ -165,7 +155,7 @@ def _fsdp_checkpoint(directory: Path) -> bool:
         model = nn.Linear(32, 64).bfloat16()
         fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("fsdp",)))
         config = OptimizerConfig(bf16=True, store_param_remainders=True)
-        optimizer = MixedPrecisionOptimizer(INNER["adamw"](model.named_parameters()), config)
+        optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config)
         if seed == 0:
             model(torch.ones(4, 32).bfloat16()).float().square().mean().backward()
             optimizer.step()
@@ -203,7 +193,7 @@ def test_cut_groups_are_refused(ranks: RankPool) -> None:
         assert "which cut a group of 32 elements that share a scale; cut it along dimension 0" in message
 
 
-def _fsdp(rule: str) -> tuple[bool, bool]:
+def _fsdp() -> tuple[bool, bool]:
     """Train by fully_shard and by one replica on the same samples. Returns whether moments are DTensors, and agree."""
     found, held = [], []
     for sharded in (True, False):
@@ -211,9 +201,8 @@ def _fsdp(rule: str) -> tuple[bool, bool]:
         model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
         if sharded:
             fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("fsdp",)))
-        moments: dict[str, Any] = {"exp_avg_sq_dtype": torch.uint8} if rule == "adamw" else {}
-        config = OptimizerConfig(bf16=True, exp_avg_dtype=torch.int8, **moments)
-        optimizer = MixedPrecisionOptimizer(INNER[rule](model.named_parameters()), config)
+        config = OptimizerConfig(bf16=True, exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8)
+        optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config)
         for step in range(3):
             inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
             optimizer.zero_grad()
@@ -224,7 +213,6 @@ def _fsdp(rule: str) -> tuple[bool, bool]:
     return held == [True, False], all(bits_equal(found[0][key], found[1][key]) for key in found[1])
 
 
-@pytest.mark.parametrize("rule", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
-def test_fsdp2(ranks: RankPool, rule: str) -> None:
+def test_fsdp2(ranks: RankPool) -> None:
     """fully_shard on 2 ranks, which have the same samples, has the bits of one replica."""
-    assert ranks.run(2, _fsdp, rule) == [(True, True)] * 2
+    assert ranks.run(2, _fsdp) == [(True, True)] * 2

@@ -1,6 +1,5 @@
 """8-bit moments on several ranks: the same blocks and bits at any number of ranks, in checkpoints too."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import DistributedOptimizer, DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
 from tests.checkpoint_cases import differences, state_of
 from tests.pool import RankPool
 
 CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
-FIRST: dict[str, Any] = {"exp_avg_dtype": torch.int8}
-
-
-INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    "lion": lambda params: Lion(params, lr=1e-3),
-    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-}
 
 
 class Model(nn.Module):
@@ -41,13 +32,11 @@ class Model(nn.Module):
         return out + self.empty.sum()
 
 
-def build(
-    sharding: str, seed: int = 0, dtypes: dict[str, Any] = CODES, rule: str = "adamw"
-) -> tuple[nn.Module, MixedPrecisionOptimizer]:
+def build(sharding: str, seed: int = 0, dtypes: dict[str, Any] = CODES) -> tuple[nn.Module, MixedPrecisionOptimizer]:
     """Return a model and its optimizer. ``sharding``: a value of DistributedOptimizer's, or "replicated"."""
     torch.manual_seed(seed)
     model = Model().half()
-    inner = INNER[rule](model.named_parameters())
+    inner = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
     config, scaler = OptimizerConfig(fp16=True, **dtypes), DynamicGradScaler(2.0**10)
     if sharding == "replicated":
         return model, MixedPrecisionOptimizer(inner, config, scaler)
@@ -122,34 +111,6 @@ def test_checkpoints_travel(ranks: RankPool, tmp_path: Path, saving: tuple[str, 
         assert differences(saved, found) == []
         if loading[1] != 3:  # thirds of equal gradients do not add up to them exactly
             assert differences(alone[1], went_on) == []
-
-
-def _average(sharding: str, rule: str, directory: Path | None, first: int, last: int) -> tuple[Any, Any]:
-    """Train SGD or Lion, from a checkpoint if ``first`` is not 0, and save one."""
-    model, optimizer = build(sharding, first, FIRST, rule)
-    if first:
-        Checkpointer(directory or "").load(model, optimizer)
-    found = state_of(model, optimizer)
-    state = train(model, optimizer, first, last)
-    if directory is not None and not first:
-        Checkpointer(directory).save(last, model, optimizer)
-    return found, state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["lion", "sgd"])
-def test_averages_do_not_depend_on_ranks(ranks: RankPool, tmp_path: Path, rule: str) -> None:
-    """The momentum of Lion and SGD: shards train as one replica does, and what 2 ranks saved 3 and 1 load."""
-    [(_, alone)] = ranks.run(1, _average, "replicated", rule, None, 0, 5)
-    moment = "exp_avg" if rule == "lion" else "momentum_buffer"
-    assert alone["optimizer"]["optimizer"]["state"]["wide.weight"][moment].dtype == torch.int8
-    for _, state in ranks.run(2, _average, "elements", rule, None, 0, 5):
-        assert differences(alone, state) == []
-    (_, saved), _ = ranks.run(2, _average, "elements", rule, tmp_path, 0, 3)
-    for found, _ in ranks.run(3, _average, "elements", rule, tmp_path, 3, 3):
-        assert differences(saved, found) == []
-    [(_, went_on)] = ranks.run(1, _average, "replicated", rule, tmp_path, 3, 5)
-    assert differences(alone, went_on) == []
 
 
 def test_checkpoints_become_fp32(ranks: RankPool, tmp_path: Path) -> None:

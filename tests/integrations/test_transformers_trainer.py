@@ -87,7 +87,6 @@ INNER: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw_8bit": (partial(torch.optim.AdamW, **ADAMW), CODES),
     "adamw_torch_8bit": (partial(torch.optim.AdamW, **ADAMW), CODES),
     "lion_32bit": (partial(Lion, lr=RATE, betas=BETAS), {}),
-    "lion_8bit": (partial(Lion, lr=RATE, betas=BETAS), {"exp_avg_dtype": torch.int8}),
     "sgd": (partial(torch.optim.SGD, lr=RATE), {}),
     "rmsprop": (partial(torch.optim.RMSprop, lr=RATE), {}),
     "adagrad": (partial(torch.optim.Adagrad, lr=RATE), {}),

@@ -272,8 +272,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         table, grads = kept[1], TensorList.of(operands.grad)
         if table is not None and _all_known(grads):
             increment_version(operands.model)  # autograd must see that saved weights have changed
-            kernel = self._library.update_compact if operands.has_codes else self._library.update
-            return self._call(kernel, table, grads, call)
+            return self._call(table, grads, call, has_codes=operands.has_codes)
         if operands.remainder and call.decision is not None:
             update = slow if operands.has_codes else partial(self._update, names=names, call=call, slow=slow)
             return self.on_decoded(operands, update, call.decision.found_inf)
@@ -285,17 +284,21 @@ class NativeBackend(TorchDecisions, TorchRemainders):
 
         def fast() -> Tensor:
             mains, grads, models, *states = map(TensorList, zip(*split.rows, strict=True))
-            return self._call(self._library.update, _table(mains, models, states, picked.step), grads, call)
+            return self._call(_table(mains, models, states, picked.step), grads, call)
 
         return split.joined(fast, slow)
 
-    def _call(self, update: Callable[..., None], table: _Table, grads: TensorList, call: _Call) -> Tensor:
+    def _call(self, table: _Table, grads: TensorList, call: _Call, *, has_codes: bool = False) -> Tensor:
+        """Run native.c on a whole table. Returns the overflow flags. ``has_codes``: compact.h, whose rule is Adam's."""
+        update, rule = self._library.update, [call.rule]
+        if has_codes:
+            update, rule = self._library.update_compact, []
         overflowed = torch.empty(len(table.rows), dtype=torch.bool, device="cpu")
         update(
             ctypes.byref(table.lengths),
             ctypes.byref(_Grads(grads)),
             table.rows.ctypes.data,
-            call.rule,
+            *rule,
             ctypes.byref(call.constants),
             *call.addresses,
             overflowed.data_ptr(),

@@ -1,4 +1,4 @@
-/* Updates of moments held as 8-bit codes: Adam's, which compact_moments.py specifies; see compact_averages.h too.
+/* Updates of moments held as 8-bit codes: Adam's, which compact_moments.py specifies.
  *
  * A block of some groups goes through short loops whose values stay in the first-level cache: a group's scales depend on
  * all its elements, and work on the scales of many groups at once hides how long each takes. Included by native.c.
@@ -33,7 +33,7 @@ typedef struct {
 /* What the branches of a loop ask for. held: whether main params are remainders. first, second: whether a moment is
  * codes. l2: whether decay goes through the gradient. cut: whether the last group is not whole.
  */
-typedef struct { int64_t rule, held, grad, model; int first, second, l2, cut; } CompactKind;
+typedef struct { int64_t held, grad, model; int first, second, l2, cut; } CompactKind;
 
 /* The addresses of up to BLOCK groups, n elements. dither: of the first one. */
 typedef struct {
@@ -311,8 +311,8 @@ INLINE Words first_dithers(GroupRun at) {
 }
 
 /* Loops that wait for few results come between a reduction over groups and the loop that needs it. */
-INLINE int update_adam_block(GroupRun at, CompactKind kind, AdamScalars s, float coefficient, int64_t groups,
-                             int streamed) {
+INLINE int update_block(GroupRun at, CompactKind kind, AdamScalars s, float coefficient, int64_t groups,
+                        int streamed) {
     BlockBuffers work;
     PerGroup inverse;
     Ints beyond = {0};
@@ -349,19 +349,10 @@ INLINE int update_adam_block(GroupRun at, CompactKind kind, AdamScalars s, float
     return any(beyond);
 }
 
-#include "compact_averages.h"
-
-INLINE int update_block(GroupRun at, CompactKind kind, const Scalars *s, int64_t groups, int streamed) {
-    if (kind.rule != ADAM) return update_average_block(at, kind, s, groups, streamed);
-    return update_adam_block(at, kind, s->adam, s->coefficient, groups, streamed);
-}
-
 INLINE GroupRun span_of(const CompactRow *row, const char *grad, CompactKind kind, uint32_t dither, int64_t i, int64_t n) {
     GroupRun at = {grad + i * size_of(kind.grad), row->main + 4 * i, row->model + 2 * i, row->remainder + 2 * i,
-               row->first + (kind.first ? i : 4 * i), row->second, row->first_scale + i / GROUP, row->second_scale,
-               dither + (uint32_t)i * INDEX_STRIDE, n};
-    if (at.second) at.second += kind.second ? i : 4 * i;
-    if (at.second_scale) at.second_scale += i / GROUP;
+               row->first + (kind.first ? i : 4 * i), row->second + (kind.second ? i : 4 * i),
+               row->first_scale + i / GROUP, row->second_scale + i / GROUP, dither + (uint32_t)i * INDEX_STRIDE, n};
     return at;
 }
 
@@ -375,16 +366,16 @@ static __attribute__((noinline)) int update_last_group(GroupRun at, CompactKind 
     if (kind.held) memcpy(model, at.model, 2 * n);
     if (kind.held) memcpy(remainder, at.remainder, 2 * n);
     memcpy(first, at.first, first_bytes);
-    if (at.second) memcpy(second, at.second, second_bytes);
+    memcpy(second, at.second, second_bytes);
     kind.cut = 1;
     GroupRun copy = {grad,           main,      model, remainder, first,   second, at.first_scale,
                  at.second_scale, at.dither, at.n};
-    int beyond = update_block(copy, kind, s, (at.n + GROUP - 1) / GROUP, 0);
+    int beyond = update_block(copy, kind, s->adam, s->coefficient, (at.n + GROUP - 1) / GROUP, 0);
     if (!kind.held) memcpy(at.main, main, 4 * n);
     if (kind.held) memcpy(at.remainder, remainder, 2 * n);
     if (kind.model != NONE) memcpy(at.model, model, 2 * n);
     memcpy(at.first, first, first_bytes);
-    if (at.second) memcpy(at.second, second, second_bytes);
+    memcpy(at.second, second, second_bytes);
     return beyond;
 }
 
@@ -394,8 +385,9 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
     int64_t i = chunk.start, whole = chunk.end - (chunk.end - i) % GROUP;
 #define SPAN(n) span_of(row, grad, kind, dither, i, n)
     for (; i + BLOCK * GROUP <= whole; i += BLOCK * GROUP)
-        beyond |= update_block(SPAN(BLOCK * GROUP), kind, s, BLOCK, streamed);
-    if (i < whole) beyond |= update_block(SPAN(whole - i), kind, s, (whole - i) / GROUP, streamed);
+        beyond |= update_block(SPAN(BLOCK * GROUP), kind, s->adam, s->coefficient, BLOCK, streamed);
+    if (i < whole)
+        beyond |= update_block(SPAN(whole - i), kind, s->adam, s->coefficient, (whole - i) / GROUP, streamed);
     i = whole;
     if (i < chunk.end) beyond |= update_last_group(SPAN(chunk.end - i), kind, s);
 #undef SPAN
@@ -406,31 +398,22 @@ INLINE int update_groups(const CompactRow *row, const char *grad, CompactKind ki
 static int update_compact_chunk(const CompactRow *row, const char *grad, CompactKind kind, const Scalars *s,
                                 Chunk chunk, int streamed) {
     uint32_t dither = (uint32_t)row->start * INDEX_STRIDE + dither_of_step((int64_t)(*row->step + 1.0f));
-    int usual = !kind.l2 && kind.grad == kind.model && (kind.rule != ADAM || (kind.first && kind.second));
+    int usual = !kind.l2 && kind.grad == kind.model && kind.first && kind.second;
     if (((uintptr_t)row->model & 63) || kind.model == NONE || kind.held) streamed = 0;
 #define GROUPS(...) update_groups(row, grad, (CompactKind){__VA_ARGS__, 0}, s, dither, chunk, streamed)
-#define LOOPS(of, squares)                                                                            \
-    case of:                                                                                          \
-        if (usual && kind.grad == F16 && kind.held) return GROUPS(of, 1, F16, F16, 1, squares, 0);    \
-        if (usual && kind.grad == F16) return GROUPS(of, 0, F16, F16, 1, squares, 0);                 \
-        if (usual && kind.grad == BF16 && kind.held) return GROUPS(of, 1, BF16, BF16, 1, squares, 0); \
-        if (usual && kind.grad == BF16) return GROUPS(of, 0, BF16, BF16, 1, squares, 0);              \
-        break;
-    switch (kind.rule) {
-        LOOPS(ADAM, 1)
-        LOOPS(SGD, 0)
-        LOOPS(LION, 0)
-    }
-#undef LOOPS
-    return GROUPS(kind.rule, kind.held, kind.grad, kind.model, kind.first, kind.second, kind.l2);
+    if (usual && kind.grad == F16 && kind.held) return GROUPS(1, F16, F16, 1, 1, 0);
+    if (usual && kind.grad == F16) return GROUPS(0, F16, F16, 1, 1, 0);
+    if (usual && kind.grad == BF16 && kind.held) return GROUPS(1, BF16, BF16, 1, 1, 0);
+    if (usual && kind.grad == BF16) return GROUPS(0, BF16, BF16, 1, 1, 0);
+    return GROUPS(kind.held, kind.grad, kind.model, kind.first, kind.second, kind.l2);
 #undef GROUPS
 }
 
 /* Update all rows. If *found_inf is set only `overflowed`, shape [rows], is written. */
-void update_compact(const Lengths *all, const Grads *grads, const CompactRow *rows, int64_t rule, const Hyper *hyper,
+void update_compact(const Lengths *all, const Grads *grads, const CompactRow *rows, const Hyper *hyper,
                     const float *found_inf, const float *coefficient, uint8_t *overflowed, int threads) {
     int64_t n = all->num_rows, total = 0;
-    int skip = *found_inf != 0, l2 = (options_of(rule, hyper) & L2) != 0;
+    int skip = *found_inf != 0, l2 = (options_of(ADAM, hyper) & L2) != 0;
     float factor = hyper->maximize ? -*coefficient : *coefficient;
     if (n <= 0) return;
     Share shares[MOST_THREADS];
@@ -448,11 +431,11 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
                 chunk = chunk_after(all, chunk.row, c);
                 const CompactRow *row = rows + chunk.row;
                 const Row plain = {.main = row->main, .step = row->step};
-                CompactKind kind = {rule, row->remainder != 0, grads->types[chunk.row],
+                CompactKind kind = {row->remainder != 0, grads->types[chunk.row],
                                     row->model ? row->model_type : NONE,
                                     row->first_scale != 0, row->second_scale != 0, l2, 0};
                 const char *grad = grads->addresses[chunk.row];
-                scalars_of(&plain, rule, hyper, &scalars);
+                scalars_of(&plain, ADAM, hyper, &scalars);
                 int beyond = 0;
                 if (skip) beyond = !kind.held && kind.model == F16 && chunk_rounds_beyond(&plain, chunk);
                 else beyond = update_compact_chunk(row, grad, kind, &scalars, chunk, total > STREAMED);

@@ -1,6 +1,6 @@
 """The table of pointers for compact.h: updates of moments held as 8-bit codes.
 
-See :mod:`megascale.kernels.compact_moments` and :mod:`megascale.kernels.compact_averages`.
+See :mod:`megascale.kernels.compact_moments`.
 """
 
 import numpy as np
@@ -10,15 +10,12 @@ from numpy.typing import NDArray
 from megascale.kernels.compact_moments import SCALE_SUFFIX
 from megascale.kernels.protocol import Operands
 from megascale.kernels.tensors.tensor_list import TensorList
-from megascale.rules import CODE_DTYPES, FIRST_DTYPE, MOMENT_CODES
+from megascale.rules import CODE_DTYPES
 
 # The columns of compact.h's CompactRow, all 8 bytes wide.
 MAIN, MODEL, FIRST, SECOND, FIRST_SCALE, SECOND_SCALE, STEP, MODEL_TYPE, START, REMAINDER = range(10)
 COLUMNS = 10
-MOMENTS = {
-    name: (FIRST, FIRST_SCALE) if codes == FIRST_DTYPE else (SECOND, SECOND_SCALE)
-    for name, codes in MOMENT_CODES.items()
-}
+MOMENTS = {"exp_avg": (FIRST, FIRST_SCALE), "exp_avg_sq": (SECOND, SECOND_SCALE)}
 CPU = torch.device("cpu")
 
 
@@ -29,7 +26,7 @@ def compact_rows(operands: Operands, types: dict[torch.dtype, int]) -> NDArray[n
         operands: at least one, with moments of which one or both are codes.
         types: native.c's codes of dtypes.
     """
-    moments = {name: TensorList(operands.state[name]) for name in MOMENTS if name in operands.state}
+    moments = {name: TensorList(operands.state[name]) for name in MOMENTS}
     models = TensorList(operands.model)
     mains = models if operands.remainder else TensorList(operands.main)
     lists = [mains, models, *moments.values()]

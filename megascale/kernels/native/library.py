@@ -125,11 +125,10 @@ def _flags() -> Iterator[tuple[str, ...]]:
 
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
-    update = [pointer, pointer, pointer, count, pointer, pointer, pointer, pointer, ctypes.c_int]
     arguments = {
         "measure": [pointer, pointer, count, pointer, pointer, ctypes.c_int],
-        "update": update,
-        "update_compact": update,
+        "update": [pointer, pointer, pointer, count, pointer, pointer, pointer, pointer, ctypes.c_int],
+        "update_compact": [pointer] * 7 + [ctypes.c_int],
         "hold": [pointer, pointer, ctypes.c_int, pointer, ctypes.c_int],
         "total": [*[pointer] * 5, count, pointer, ctypes.c_double, pointer],
         "decide": [pointer, pointer, ctypes.c_double, pointer, pointer],

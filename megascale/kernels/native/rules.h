@@ -65,15 +65,10 @@ static SgdScalars sgd_scalars(const Hyper *h, const float *step) {
 
 typedef struct { float lr, lr_wd, beta1, one_beta1, beta2, one_beta2; } LionScalars;
 
-/* Return the sign of the interpolated momentum: NaN where that is. */
-INLINE Floats lion_direction(Floats average, Floats gradient, LionScalars s) {
-    Floats mixed = s.beta1 * average + s.one_beta1 * gradient;
-    Floats direction = __builtin_convertvector((mixed < 0) - (mixed > 0), Floats);
-    return where(mixed != mixed, mixed, direction);
-}
-
 INLINE Floats lion(Floats value, Floats gradient, Place at, Kind kind, LionScalars s) {
-    Floats average = load(at.state[0], kind.state[0], at.n), direction = lion_direction(average, gradient, s);
+    Floats average = load(at.state[0], kind.state[0], at.n), mixed = s.beta1 * average + s.one_beta1 * gradient;
+    Floats direction = __builtin_convertvector((mixed < 0) - (mixed > 0), Floats);
+    direction = where(mixed != mixed, mixed, direction); /* NaN stays NaN */
     store(at.state[0], s.beta2 * average + s.one_beta2 * gradient, kind.state[0], at.n);
     return value * s.lr_wd - s.lr * direction;
 }

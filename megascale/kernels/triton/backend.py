@@ -194,12 +194,17 @@ class TritonBackend(TorchDecisions, TorchRemainders):
                 float(hyper.eps),
                 float(hyper.weight_decay),
             ),
-            constants={"MAX_DTYPE": None, "DECOUPLED": hyper.decoupled, "L2": hyper.weight_decay != 0},
+            constants={
+                "MAX_DTYPE": None,
+                "CODES": operands.has_codes,
+                "DECOUPLED": hyper.decoupled,
+                "L2": hyper.weight_decay != 0,
+            },
         )
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        dampened = (hyper.momentum != 0 and hyper.dampening != 0) or operands.has_codes
+        dampened = hyper.momentum != 0 and hyper.dampening != 0
         return self._apply(
             self._kernels.sgd_kernel,
             self._reference.sgd_,
@@ -226,7 +231,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             hyper,
             decision,
             states={"exp_avg": "AVG_DTYPE"},
-            counts_steps=operands.has_codes,
+            counts_steps=False,
             scalars=(*_split_double(hyper.beta1), *_split_double(hyper.beta2), float(hyper.weight_decay)),
             constants={},
         )
@@ -268,7 +273,6 @@ class TritonBackend(TorchDecisions, TorchRemainders):
                 **constants,
                 "MODEL_DTYPE": model,
                 "HELD": held,
-                "CODES": operands.has_codes,
                 "MAXIMIZE": hyper.maximize,
                 "GRAD_DTYPE": self._kernels.LANGUAGE_DTYPES[table.grad_dtype],
                 **dict(zip(states.values(), dtypes, strict=True)),

@@ -1,7 +1,7 @@
 """Moments held as 8-bit codes, in kernels: groups of 32 elements are the rows of a two-dimensional block.
 
-:mod:`megascale.kernels.compact_moments` and :mod:`megascale.kernels.compact_averages` specify the codes. All functions
-work on a block of one chunk whose first element, and so every row of the block, begins a group.
+:mod:`megascale.kernels.compact_moments` specifies the codes. All functions work on a block of one chunk whose first
+element, and so every row of the block, begins a group.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -9,7 +9,7 @@ work on a block of one chunk whose first element, and so every row of the block,
 
 import triton.language as tl
 
-from megascale.kernels import compact_averages, compact_moments
+from megascale.kernels import compact_moments
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.elements import read, write
 from megascale.kernels.triton.interpreter import inlined, max_of_rows
@@ -25,16 +25,12 @@ TOP_ROOT = tl.constexpr(compact_moments.TOP_CODE)
 NAN_BITS = tl.constexpr(compact_moments.NAN_BITS)
 LEAST_QUOTIENT = tl.constexpr(compact_moments.LEAST_QUOTIENT)
 TOP_QUOTIENT = tl.constexpr(127.0)
-TOP_LEVEL = tl.constexpr(compact_averages.TOP_CODE)
-LEAST_AVERAGE = tl.constexpr(compact_averages.LEAST_AVERAGE)
-LEVEL_UNIT = tl.constexpr(compact_averages.UNIT)
 # As int32, whose products wrap as those of uint32 do.
 INDEX_STRIDE = tl.constexpr(compact_moments.INDEX_STRIDE - (1 << 32))
 STEP_STRIDE = tl.constexpr(compact_moments.STEP_STRIDE - (1 << 32))
 TO_MANTISSA = tl.constexpr(compact_moments.TO_MANTISSA)
 MANTISSA_BITS = tl.constexpr(compact_moments.MANTISSA_BITS)
 ABOVE_ONE = tl.constexpr(compact_moments.ABOVE_ONE)
-PER_UPPER_HALF = tl.constexpr(2.0**-16)
 
 # fmt: off
 
@@ -184,38 +180,3 @@ def write_moments(
         _write_scale(avg_scales, begin, last, scale.to(tl.int32, bitcast=True), BLOCK)
     else:
         write(avg_chunk, offsets, exp_avg, kept)
-
-
-@inlined
-def _level(code):
-    """Return the magnitude that a code stands for, as a part of the scale."""
-    square = code * code
-    return square * square * LEVEL_UNIT
-
-
-@inlined
-def read_average(chunk, scales, begin, last, offsets, mask, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the momentum of SGD or Lion in fp32."""
-    average = read(chunk, offsets, mask)
-    if DTYPE == tl.int8:
-        scale = _read_scale(scales, begin, last, BLOCK).to(tl.float32, bitcast=True)
-        level = _level(average)
-        average = tl.where(average < 0, -level, level) * scale
-    return average
-
-
-@inlined
-def write_average(chunk, scales, begin, last, offsets, kept, average, dither, BLOCK: tl.constexpr):
-    """Write the momentum of SGD or Lion as codes, and the scales of groups that begin before ``last``."""
-    magnitude = _magnitude(average)
-    largest = max_of_rows(magnitude).to(tl.float32, bitcast=True)[:, None]
-    scale = tl.where(largest < LEAST_AVERAGE, 0.0, largest)
-    ratio = magnitude.to(tl.float32, bitcast=True) * _inverse(scale)
-    ratio = tl.where(ratio == ratio, ratio, 0.0)
-    lower = tl.minimum(tl.floor(tl.sqrt_rn(tl.sqrt_rn(ratio)) * TOP_LEVEL), TOP_LEVEL - 1)
-    below = _level(lower)
-    distance = _level(lower + 1) - below
-    upper_half = (_dithers(dither, offsets) >> 16).to(tl.int32).to(tl.float32)
-    code = lower + (ratio - below > upper_half * PER_UPPER_HALF * distance).to(tl.float32)
-    tl.store(chunk + offsets, tl.where(average < 0, -code, code).to(tl.int8), mask=kept)
-    _write_scale(scales, begin, last, scale.to(tl.int32, bitcast=True), BLOCK)

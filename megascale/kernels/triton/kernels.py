@@ -21,10 +21,8 @@ from megascale.kernels.triton.codes import (
     SECOND_SCALE,
     first_dither,
     offsets_of,
-    read_average,
     read_moments,
     scales_of,
-    write_average,
     write_moments,
     zeros_of,
 )
@@ -160,18 +158,17 @@ def adam_kernel(
 
 @inlined
 def _sgd_chunk(
-    row, grad, start, first, last, landed, dither, coefficient, rate, momentum, share, weight_decay,
-    MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    row, grad, start, first, last, landed, coefficient, rate, momentum, share, weight_decay,
+    MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     BUFFER_DTYPE: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     main_chunk, model_chunk = main_chunks(row, start, MODEL_DTYPE, HELD, VECTOR)
     grad_chunk = chunk_at(grad, start, GRAD_DTYPE, VECTOR)
     buffer_chunk = chunk_of(row, STATE, start, BUFFER_DTYPE, VECTOR)
-    scales = scales_of(row, FIRST_SCALE, start, BUFFER_DTYPE)
-    overflow = zeros_of(BLOCK, CODES)
+    overflow = tl.full((BLOCK,), 0, tl.int32)
     for begin in range(first, last, BLOCK):
-        offsets = offsets_of(begin, BLOCK, CODES)
+        offsets = begin + tl.arange(0, BLOCK)
         mask = offsets < last
         kept = offsets < last * landed
         main, half, left = read_main(main_chunk, model_chunk, offsets, mask, MODEL_DTYPE, HELD)
@@ -181,27 +178,23 @@ def _sgd_chunk(
         if L2:
             g = g + weight_decay * main
         if BUFFER_DTYPE is not None:
-            held = read_average(buffer_chunk, scales, begin, last, offsets, mask, BUFFER_DTYPE, BLOCK)
-            velocity = momentum * held + share * g
-            if not CODES:
-                write(buffer_chunk, offsets, velocity, kept)
+            velocity = momentum * read(buffer_chunk, offsets, mask) + share * g
+            write(buffer_chunk, offsets, velocity, kept)
             if NESTEROV:
                 g = g + momentum * velocity
             else:
                 g = velocity
         p = tl.where(kept, main - rate * g, main)
         overflow = write_main(
-            main_chunk, model_chunk, offsets, p, half, left, mask, kept, overflow, MODEL_DTYPE, HELD, CODES
+            main_chunk, model_chunk, offsets, p, half, left, mask, kept, overflow, MODEL_DTYPE, HELD, False
         )
-        if CODES:
-            write_average(buffer_chunk, scales, begin, last * landed, offsets, kept, velocity, dither, BLOCK)
     return found_in(overflow)
 
 
 @triton.jit(do_not_specialize=POINTERS)
 def sgd_kernel(
     rows, chunk_rows, counters, grads, flags, found_inf, coefficient, lr, momentum, undampened, weight_decay,
-    COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     BUFFER_DTYPE: tl.constexpr, DAMPENED: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr,
     MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -218,21 +211,18 @@ def sgd_kernel(
         step = tl.load(count)
         # torch's first momentum buffer is the gradient itself, not dampened.
         share = tl.where(step == 0, share, undampened)
-    dither = first_dither(row, start, step, CODES)
     grad = tl.load(grads + slot)
-    VECTOR: tl.constexpr = CODES_VECTOR if CODES else UPDATE_VECTOR
-    WHOLE: tl.constexpr = GROUP if CODES else UPDATE_VECTOR
-    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR, WHOLE)
+    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, UPDATE_VECTOR, UPDATE_VECTOR)
     overflow = tl.full((), 0, tl.int32)
     if whole > 0:
         overflow |= _sgd_chunk(
-            row, grad, start, 0, whole, landed, dither, scale, rate, momentum, share, weight_decay, MODEL_DTYPE, HELD,
-            CODES, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK, VECTOR,
+            row, grad, start, 0, whole, landed, scale, rate, momentum, share, weight_decay, MODEL_DTYPE, HELD,
+            GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK, UPDATE_VECTOR,
         )
     if whole < length:
         overflow |= _sgd_chunk(
-            row, grad, start, whole, length, landed, dither, scale, rate, momentum, share, weight_decay, MODEL_DTYPE,
-            HELD, CODES, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK // NARROWER, 1,
+            row, grad, start, whole, length, landed, scale, rate, momentum, share, weight_decay, MODEL_DTYPE,
+            HELD, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK // NARROWER, 1,
         )
     last = arrive(row, counters + index, flags, overflow, CHUNK)
     if DAMPENED:
@@ -242,75 +232,60 @@ def sgd_kernel(
 
 @inlined
 def _lion_chunk(
-    row, grad, start, first, last, landed, dither, coefficient, rate, decay, beta1, rest1, beta2, rest2,
-    MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    row, grad, start, first, last, landed, coefficient, rate, decay, beta1, rest1, beta2, rest2,
+    MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     AVG_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
     main_chunk, model_chunk = main_chunks(row, start, MODEL_DTYPE, HELD, VECTOR)
     grad_chunk = chunk_at(grad, start, GRAD_DTYPE, VECTOR)
     avg_chunk = chunk_of(row, STATE, start, AVG_DTYPE, VECTOR)
-    scales = scales_of(row, FIRST_SCALE, start, AVG_DTYPE)
-    overflow = zeros_of(BLOCK, CODES)
+    overflow = tl.full((BLOCK,), 0, tl.int32)
     for begin in range(first, last, BLOCK):
-        offsets = offsets_of(begin, BLOCK, CODES)
+        offsets = begin + tl.arange(0, BLOCK)
         mask = offsets < last
         kept = offsets < last * landed
         main, half, left = read_main(main_chunk, model_chunk, offsets, mask, MODEL_DTYPE, HELD)
         g = read(grad_chunk, offsets, mask) * coefficient
         if MAXIMIZE:
             g = -g
-        average = read_average(avg_chunk, scales, begin, last, offsets, mask, AVG_DTYPE, BLOCK)
+        average = read(avg_chunk, offsets, mask)
         blend = beta1 * average + rest1 * g
         direction = (blend > 0).to(tl.float32) - (blend < 0).to(tl.float32)
         p = tl.where(kept, main * decay - rate * direction, main)
-        average = beta2 * average + rest2 * g
-        if not CODES:
-            write(avg_chunk, offsets, average, kept)
+        write(avg_chunk, offsets, beta2 * average + rest2 * g, kept)
         overflow = write_main(
-            main_chunk, model_chunk, offsets, p, half, left, mask, kept, overflow, MODEL_DTYPE, HELD, CODES
+            main_chunk, model_chunk, offsets, p, half, left, mask, kept, overflow, MODEL_DTYPE, HELD, False
         )
-        if CODES:
-            write_average(avg_chunk, scales, begin, last * landed, offsets, kept, average, dither, BLOCK)
     return found_in(overflow)
 
 
 @triton.jit(do_not_specialize=POINTERS)
 def lion_kernel(
     rows, chunk_rows, counters, grads, flags, found_inf, coefficient, lr, beta1, rest1, beta2, rest2, weight_decay,
-    COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     AVG_DTYPE: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Lion: ``rest1`` is 1 - beta1. Rows with CODES count steps."""
+    """Lion: ``rest1`` is 1 - beta1."""
     index, slot, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
     skipped = tl.load(found_inf)
     landed = (skipped == 0).to(tl.int32)
     scale = tl.load(coefficient)
     rate = tl.load(lr)
     decay = (1 - rate * weight_decay).to(tl.float32)
-    count = tl.load(row + STEP).to(tl.pointer_type(tl.float32))
-    step = scale
-    if CODES:
-        step = tl.load(count)
-    dither = first_dither(row, start, step, CODES)
     grad = tl.load(grads + slot)
-    VECTOR: tl.constexpr = CODES_VECTOR if CODES else UPDATE_VECTOR
-    WHOLE: tl.constexpr = GROUP if CODES else UPDATE_VECTOR
-    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR, WHOLE)
+    whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, UPDATE_VECTOR, UPDATE_VECTOR)
     overflow = tl.full((), 0, tl.int32)
     if whole > 0:
         overflow |= _lion_chunk(
-            row, grad, start, 0, whole, landed, dither, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
-            MODEL_DTYPE, HELD, CODES, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK, VECTOR,
+            row, grad, start, 0, whole, landed, scale, rate.to(tl.float32), decay, beta1, rest1, beta2, rest2,
+            MODEL_DTYPE, HELD, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK, UPDATE_VECTOR,
         )
     if whole < length:
         overflow |= _lion_chunk(
-            row, grad, start, whole, length, landed, dither, scale, rate.to(tl.float32), decay, beta1, rest1, beta2,
-            rest2, MODEL_DTYPE, HELD, CODES, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK // NARROWER, 1,
+            row, grad, start, whole, length, landed, scale, rate.to(tl.float32), decay, beta1, rest1, beta2,
+            rest2, MODEL_DTYPE, HELD, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK // NARROWER, 1,
         )
-    last = arrive(row, counters + index, flags, overflow, CHUNK)
-    if CODES:
-        if last:
-            tl.store(count, step + (1 - skipped))
+    arrive(row, counters + index, flags, overflow, CHUNK)
 
 
 @inlined

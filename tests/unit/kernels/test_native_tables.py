@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.kernels import Decision, HeldParams, LionHyper, NativeBackend, Operands
+from megascale.kernels import AdamHyper, Decision, HeldParams, LionHyper, NativeBackend, Operands
 from tests.counting import OperatorCounter
 from tests.training import bits_equal
 
 LANDS = Decision(torch.tensor(0.0), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(0.0))
 LION = LionHyper(0.5, 0.9, 0.5, 0.0, False)
+ADAM = AdamHyper(0.5, 0.9, 0.5, 1e-8, 0.0, True, False, False)
 NUMELS = {40: torch.float32, 3: torch.float16, 70: torch.bfloat16}
 
 
@@ -22,10 +23,10 @@ def _operands(kind: str) -> Operands:
     """Return fp16 model params with fp32 main params, with 8-bit codes, or with remainders; gradients of all dtypes."""
     generator = torch.Generator().manual_seed(0)
     models = [torch.randn(numel, generator=generator).half() for numel in NUMELS]
-    moments = torch.int8 if "codes" in kind else torch.float32
-    state = {"exp_avg": [torch.zeros(numel, dtype=moments) for numel in NUMELS]}
+    moments = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8} if "codes" in kind else {"exp_avg": torch.float32}
+    state = {name: [torch.zeros(numel, dtype=dtype) for numel in NUMELS] for name, dtype in moments.items()}
     if "codes" in kind:
-        state["exp_avg_scale"] = [torch.zeros(-(-numel // 32)) for numel in NUMELS]
+        state |= {f"{name}_scale": [torch.zeros(-(-numel // 32)) for numel in NUMELS] for name in moments}
     held = "remainders" in kind
     return Operands(
         model=models,
@@ -35,6 +36,14 @@ def _operands(kind: str) -> Operands:
         step=[torch.zeros(()) for _ in NUMELS] if "codes" in kind else [],
         remainder=[torch.zeros_like(model, dtype=torch.int16) for model in models] if held else [],
     )
+
+
+def _update(operands: Operands, native: NativeBackend) -> None:
+    """Update by AdamW what has codes, else by Lion."""
+    if operands.has_codes:
+        native.adam_(operands, ADAM, LANDS)
+    else:
+        native.lion_(operands, LION, LANDS)
 
 
 KINDS = ["main params", "codes", "remainders", "codes, remainders"]
@@ -49,7 +58,7 @@ def test_autograd_counts_the_writes(kind: str) -> None:
     for mixed in (False, True, False):
         operands.grad = [_strided(grads[0]), *grads[1:]] if mixed else grads
         before = [model._version for model in operands.model]
-        native.lion_(operands, LION, LANDS)
+        _update(operands, native)
         after = [model._version for model in operands.model]
         assert all(new > old for new, old in zip(after, before, strict=True))
 
@@ -67,7 +76,7 @@ def test_strided_tensors_are_read_as_their_values(kind: str, odd: str) -> None:
     for operands in (dense, gaps):
         native = NativeBackend()
         for _ in range(2):
-            native.lion_(operands, LION, LANDS)
+            _update(operands, native)
     for name in ("model", "remainder"):
         assert all(map(bits_equal, getattr(dense, name), getattr(gaps, name)))
     moments = [one.contiguous() for one in gaps.state["exp_avg"]]
@@ -75,17 +84,13 @@ def test_strided_tensors_are_read_as_their_values(kind: str, odd: str) -> None:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a strided one"])
-def test_a_16_bit_main_param_is_not_read_as_fp32(codes: bool, beside: bool) -> None:
+def test_a_16_bit_main_param_is_not_read_as_fp32(beside: bool) -> None:
     """It is updated in its own dtype, and nothing behind it is touched."""
     memory = torch.ones(80).half()
     mains = [memory[:32], *([torch.ones(64)[::2]] if beside else [])]
     operands = Operands(mains, mains, [torch.ones(32) for _ in mains])
-    operands.state = {"exp_avg": [torch.zeros(32, dtype=torch.int8 if codes else torch.float32) for _ in mains]}
-    if codes:
-        operands.state["exp_avg_scale"] = [torch.zeros(1) for _ in mains]
-        operands.step = [torch.zeros(()) for _ in mains]
+    operands.state = {"exp_avg": [torch.zeros(32) for _ in mains]}
     NativeBackend().lion_(operands, LION, LANDS)
     assert [main.tolist() for main in mains] == [[0.5] * 32 for _ in mains]
     assert (memory[32:] == 1).all()

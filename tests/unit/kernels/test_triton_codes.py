@@ -10,9 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from megascale.kernels import AdamHyper, Backend, Decision, LionHyper, Operands, ReferenceBackend, SgdHyper
-from megascale.kernels.compact_averages import encode_average
-from megascale.kernels.compact_moments import SCALE_SUFFIX, dither, encode_moments
+from megascale.kernels import AdamHyper, Backend, Decision, Operands, ReferenceBackend
+from megascale.kernels.compact_moments import SCALE_SUFFIX, encode_moments
 from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.remainders import encode
 from megascale.kernels.triton import device_table
@@ -47,20 +46,6 @@ RULES: dict[str, tuple[Update, dict[str, torch.dtype]]] = {
             operands, AdamHyper(1e-2, 0.9, 0.99, 1e-8, 0.1, False, True, False), decision
         ),
         {"exp_avg": FIRST, "exp_avg_sq": SECOND, "max_exp_avg_sq": SINGLE},
-    ),
-    "sgd": (
-        lambda backend, operands, decision: backend.sgd_(
-            operands, SgdHyper(1e-2, 0.9, 0.3, 0.1, False, False), decision
-        ),
-        {"momentum_buffer": FIRST},
-    ),
-    "nesterov": (
-        lambda backend, operands, decision: backend.sgd_(operands, SgdHyper(1e-2, 0.9, 0.0, 0.0, True, True), decision),
-        {"momentum_buffer": FIRST},
-    ),
-    "lion": (
-        lambda backend, operands, decision: backend.lion_(operands, LionHyper(1e-3, 0.9, 0.99, 0.1, False), decision),
-        {"exp_avg": FIRST},
     ),
 }
 # Elements, index of the first one, step, dtypes of gradient and model (None: the main param itself), and the addresses
@@ -98,16 +83,12 @@ def _states(numel: int, start: int, step: int, dtypes: dict[str, torch.dtype], s
         moment[32:64] = 0
         moment[5::11] = 0
     count = torch.tensor(float(step))
-    if "exp_avg_sq" in dtypes:
-        made = encode_moments(first, second, dtypes, start, count)
-        names = [name for name, dtype in dtypes.items() if dtype in (FIRST, SECOND)]
-        held = {name: made.get(name, second).to(dtype) for name, dtype in dtypes.items()}
-        if held["exp_avg_sq"].dtype == SECOND:
-            held["exp_avg_sq"][96:128] = 0  # as after zero_(): beside scales of other codes
-        return held | {name + SCALE_SUFFIX: made[name + SCALE_SUFFIX] for name in names}
-    [name] = dtypes
-    codes, scale = encode_average(first, dither(start, numel, count))
-    return {name: codes, name + SCALE_SUFFIX: scale}
+    made = encode_moments(first, second, dtypes, start, count)
+    names = [name for name, dtype in dtypes.items() if dtype in (FIRST, SECOND)]
+    held = {name: made.get(name, second).to(dtype) for name, dtype in dtypes.items()}
+    if held["exp_avg_sq"].dtype == SECOND:
+        held["exp_avg_sq"][96:128] = 0  # as after zero_(): beside scales of other codes
+    return held | {name + SCALE_SUFFIX: made[name + SCALE_SUFFIX] for name in names}
 
 
 def _operands(rows: list[Row], dtypes: dict[str, torch.dtype], held: bool) -> tuple[Operands, list[Tensor]]:

@@ -79,11 +79,10 @@ def test_every_configured_rule_builds_an_optimizer_of_its_own() -> None:
 
 
 def test_messages_list_moments_first_ones_before_second_ones() -> None:
-    """Of two rules' moments of one name, the one that may be codes decides what a state dict may hold."""
+    """Of two rules' moments of one name, Adam's, which may be codes, decides what a state dict may hold."""
     fields = [moment.field for moment in MOMENTS.values()]
     assert fields == sorted(fields, key=[FIRST, SECOND].index)
     assert {name: moment.codes for name, moment in MOMENTS.items() if moment.codes is not None} == MOMENT_CODES
-    assert MOMENT_CODES["momentum_buffer"] == torch.int8  # SGD's; Muon's is never codes
 
 
 def test_torchs_own_step_finds_its_state(rule: Rule) -> None:

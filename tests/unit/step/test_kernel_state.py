@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import ConstantGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
 from megascale.step.kernel_state import rate
 from tests.training import bits_equal
@@ -30,10 +30,9 @@ def _trained(kind: Any = torch.optim.AdamW, **config: Any) -> tuple[list[nn.Para
     ("kind", "config"),
     [
         (torch.optim.AdamW, {}),
-        (Lion, {"exp_avg_dtype": torch.int8}),
         (torch.optim.AdamW, {"exp_avg_dtype": torch.int8}),
     ],
-    ids=["fp32", "lion codes", "adam codes"],
+    ids=["fp32", "codes"],
 )
 def test_state_that_fits_is_used_as_it_is(kind: Any, config: dict[str, Any]) -> None:
     """Each state tensor that was put in by hand is written in place, whatever its strides; so are the others."""
