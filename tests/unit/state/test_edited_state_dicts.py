@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import StateDictError
 from megascale.state.torch_layout import StateDict
 from tests.cells import CELLS, Cell, integers
@@ -190,6 +191,31 @@ def test_torchs_own_optimizer_loads_it(saved: bool) -> None:
 @pytest.mark.default(
     "bfloat16-zero1-fp32", "float16-replicated-compact", "float32-fsdp2-compact", "float32-replicated-fp32"
 )
+@pytest.mark.parametrize("saved", [False, True], ids=["as it is", "from a file"])
+def test_torchs_own_optimizer_gets_no_codes(saved: bool) -> None:
+    """It would take them for moments. One call decodes them, and leaves a torch optimizer that steps by itself."""
+    module = model(torch.bfloat16)
+    codes = OptimizerConfig(bf16=True, exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()), codes)
+    set_grads(module, 0)
+    optimizer.step()
+    state = _reloaded(optimizer.state_dict()) if saved else optimizer.state_dict()
+    plain = model(torch.float32)
+    adamw = torch.optim.AdamW(plain.named_parameters())
+    with pytest.raises(KeyError, match="state"):
+        adamw.load_state_dict(state)
+    MixedPrecisionOptimizer(adamw).load_state_dict(state)
+    wide = MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()), OptimizerConfig(bf16=True))
+    wide.load_state_dict(state)
+    for name, param in plain.named_parameters():
+        assert torch.equal(param, state["main_params"][name])
+        for key, value in wide.state_dict()["optimizer"]["state"][name].items():
+            assert torch.equal(adamw.state[param][key], value)
+    set_grads(plain, 1)
+    adamw.step()
+    assert all(entries["step"] == 2 for entries in adamw.state.values())
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_edits_in_every_cell(cell: Cell, ranks: RankPool) -> None:
     """A rate and a first moment written into torch's layout on all ranks alike."""
