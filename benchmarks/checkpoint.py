@@ -1,18 +1,14 @@
-"""Time the saving of a checkpoint: ours, torch.save with fsync, torch.distributed.checkpoint, and the bare bytes.
+"""Time and memory of saving a checkpoint: ours, an earlier commit's, torch.save's and torch.distributed.checkpoint's.
 
-    python benchmarks/checkpoint.py --numel 50_000_000 --tensors 200 --rounds 8 --folder /tmp \
+    python benchmarks/checkpoint.py --before ../earlier --tensors 200,1500,20000 \
         --out benchmarks/results/checkpoint_cpu.md
 
-fp16 parameters with fp32 main params and AdamW's moments: 14 bytes a parameter. All contenders save the same state, one
-after the other in every round, each into an empty folder after all earlier writes have reached the disk, and each waits
-until its own bytes have. Ours adds checksums. An asynchronous save is timed until it returns: training goes on then. A
-ratio is taken within each round: what slows the disk slows both. Seconds on a processor are those of rank 0's process:
-they do not grow with what else the machine does. ``--out FILE.md`` also writes every round to FILE.csv. ``--skip`` is
-for 20,000 tensors, where torch.distributed.checkpoint takes most of the time.
-
-``--ranks N``: N processes over gloo, which share the threads, hold the same state, as under DistributedDataParallel.
-Ours and torch.distributed.checkpoint save on all of them, and ours compares them; torch.save and the bare bytes are
-rank 0's alone. The time is rank 0's, from a barrier before to a barrier behind.
+fp16 parameters with fp32 main params and AdamW's moments: 14 bytes a parameter. Each contender is a process of its own,
+which holds the same state and lives through all rounds. In every round all of them save, one after the other, another
+one first each time, each into an empty folder after all earlier writes have reached the disk, and each waits until its
+own bytes have. Ours adds checksums. An asynchronous save is timed until it returns: training goes on then. A ratio is
+taken within each round: what slows the disk slows both. Peak memory is what the process holds at most in any round,
+until its bytes are on disk, above what it held before its first save. Linux alone tells it.
 """
 
 import argparse
@@ -21,34 +17,43 @@ import os
 import shlex
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from peers.report import place
 from torch import Tensor, nn
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.checkpoint import Checkpointer
+ROOT = Path(__file__).parents[1]
+OURS, RIVAL = "megascale", "torch.save, fsync"
+LATER = ", asynchronous: until it returns"
+RIVALS = (RIVAL, "torch.distributed.checkpoint.save", "bytes alone, fsync")
+GIVEN_TO = (OURS, OURS + LATER)
+BEFORE = "megascale, the earlier commit"
 
-RIVAL = "torch.save, fsync"
-TARGETS = {"megascale": 1.1, "megascale, asynchronous: until it returns": 0.15}
+
+class Save(NamedTuple):
+    """What one save took: seconds of the clock and on a processor in its process, and the peak of memory, in bytes."""
+
+    clock: float
+    processor: float
+    peak: int
 
 
 class Saved:
     """A model and its optimizer, after one step."""
 
     def __init__(self, numel: int, tensors: int) -> None:
+        from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+
         torch.manual_seed(0)
         self.model = nn.Module()
         for index in range(tensors):
@@ -60,22 +65,20 @@ class Saved:
             param.grad = torch.zeros_like(param)
         self.optimizer.get_loss_scale()
         self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Any]:
         """Return the live state of both."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(copy=False)}
 
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors of it."""
-        return list(_tensors(self.state()))
 
-
-def _tensors(nest: Any) -> Iterator[Tensor]:
+def tensors_of(nest: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested containers."""
     if isinstance(nest, Tensor):
         yield nest.detach()
     elif isinstance(nest, (dict, list, tuple)):
         for value in nest.values() if isinstance(nest, dict) else nest:
-            yield from _tensors(value)
+            yield from tensors_of(value)
 
 
 @contextmanager
@@ -87,131 +90,119 @@ def synced(path: Path) -> Iterator[Any]:
         os.fsync(stream.fileno())
 
 
-def on_first_rank(save: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Return ``save`` for rank 0, and nothing to do for the others."""
-    return (lambda folder: None) if dist.is_initialized() and dist.get_rank() else save
+def way_of(contender: str, saved: Saved, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return what saves into ``folder`` and is timed, and what follows untimed."""
+    if contender.startswith(OURS):
+        from megascale.checkpoint import Checkpointer
 
+        checkpointer = Checkpointer(folder, async_save=contender.endswith(LATER))
+        return (lambda: checkpointer.save(1, saved.model, saved.optimizer)), checkpointer.wait
 
-def barrier() -> None:
-    """Wait for all ranks."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def contenders(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callable[[], Any]]]:
-    """Return by name what saves into a folder and is timed, and what follows untimed."""
-
-    def by_torch(folder: Path) -> None:
+    def by_torch() -> None:
         with synced(folder / "checkpoint.pt") as stream:
             torch.save(saved.state(), stream)
 
-    def by_dcp(folder: Path) -> None:
-        dcp.save(saved.state(), checkpoint_id=folder / "dcp", no_dist=not dist.is_initialized())
+    def by_dcp() -> None:
+        dcp.save(saved.state(), checkpoint_id=folder / "dcp", no_dist=True)
 
-    def bytes_alone(folder: Path) -> None:
+    def bytes_alone() -> None:
         with synced(folder / "bytes") as stream:
-            for tensor in saved.tensors():
+            for tensor in tensors_of(saved.state()):
                 stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    held: dict[bool, Checkpointer] = {}
-
-    def ours(folder: Path, *, async_save: bool = False) -> None:
-        if async_save not in held:
-            held[async_save] = Checkpointer(folder, async_save=async_save)
-        held[async_save].save(1, saved.model, saved.optimizer)
-
-    return {
-        "megascale": (ours, lambda: None),
-        RIVAL: (on_first_rank(by_torch), lambda: None),
-        "torch.distributed.checkpoint.save": (by_dcp, lambda: None),
-        "bytes alone, fsync": (on_first_rank(bytes_alone), lambda: None),
-        "megascale, asynchronous: until it returns": (partial(ours, async_save=True), lambda: held[True].wait()),
-    }
+    return dict(zip(RIVALS, (by_torch, by_dcp, bytes_alone), strict=True))[contender], lambda: None
 
 
-Times = dict[str, list[tuple[float, float]]]
-"""Seconds of each round, of the clock and of the processor in this process, by contender."""
-
-
-def measure(saved: Saved, folder: Path, rounds: int, skip: Sequence[str] = ()) -> Times:
-    """Return this rank's times of all contenders but ``skip``; a round before the first is not counted.
-
-    Another contender begins each round. All ranks call it together, with the same ``folder``.
-    """
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    known = {name: pair for name, pair in contenders_of(saved).items() if name not in skip}
-    times: Times = {name: [] for name in known}
-    target = folder / "save"
-    for number in range(rounds + 1):
-        for turn in range(len(known)):
-            name, (save, afterwards) = list(known.items())[(number + turn) % len(known)]
-            barrier()
-            if is_first:
-                shutil.rmtree(target, ignore_errors=True)
-                target.mkdir()
-                os.sync()
-            barrier()
-            start, busy = time.perf_counter(), time.process_time()
-            save(target)
-            busy = time.process_time() - busy
-            barrier()
-            spent = time.perf_counter() - start
-            afterwards()
-            if number:
-                times[name].append((spent, busy))
-    return times
-
-
-def serve(rank: int, ranks: int, given: argparse.Namespace, tensors: int, folder: str) -> None:
-    """Be one of several ranks; rank 0 leaves its times, and the bytes of the state, in ``folder``."""
+def serve(contender: str, numel: int, tensors: int, folder: Path) -> None:
+    """Be a contender: save once per line of stdin, and print what it took. First print the bytes of the state."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(max(1, given.threads // ranks))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    result = measure_alone(given, tensors, folder)
-    if rank == 0:
-        (Path(folder) / "times").write_text(json.dumps(result))
-    barrier()
-    dist.destroy_process_group()
+    saved = Saved(numel, tensors)
+    save, afterwards = way_of(contender, saved, folder)
+    print(sum(tensor.nbytes for tensor in tensors_of(saved.state())), flush=True)
+    held = forget_peak()
+    for _ in sys.stdin:
+        start, busy = time.perf_counter(), time.process_time()
+        save()
+        took = time.perf_counter() - start, time.process_time() - busy
+        afterwards()
+        print(json.dumps([*took, memory("VmHWM") - held]), flush=True)
 
 
-def measure_alone(given: argparse.Namespace, tensors: int, folder: str) -> tuple[int, Times]:
-    """Return the bytes of the state and what :func:`measure` does, of this process."""
-    saved = Saved(given.numel, tensors)
-    times = measure(saved, Path(folder), given.rounds, given.skip)
-    return sum(tensor.nbytes for tensor in saved.tensors()), times
+def forget_peak() -> int:
+    """Let the peak of this process's memory begin anew; return what it holds, in bytes."""
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
 
 
-def measure_ranks(given: argparse.Namespace, tensors: int) -> tuple[int, Times]:
-    """Do so with as many ranks as asked for."""
+def memory(name: str) -> int:
+    """Return a number of this process's memory, in bytes; 0 where the system does not tell."""
+    if sys.platform != "linux":
+        return 0
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
+def measure(contenders: dict[str, Path], given: argparse.Namespace, tensors: int) -> tuple[int, dict[str, list[Save]]]:
+    """Return the bytes of the state, and what each save of each contender took, by the root of its checkout."""
+    took: dict[str, list[Save]] = {name: [] for name in contenders}
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        if given.ranks == 1:
-            return measure_alone(given, tensors, folder)
-        mp.spawn(serve, args=(given.ranks, given, tensors, folder), nprocs=given.ranks)
-        nbytes, times = json.loads((Path(folder) / "times").read_text())
-        return nbytes, times
+        target = Path(folder) / "save"
+        target.mkdir()
+        servers = {name: start(name, root, given, tensors, target) for name, root in contenders.items()}
+        [nbytes, *_] = {name: int(answer(server)) for name, server in servers.items()}.values()
+        for number in range(given.rounds + 1):  # the first round is not counted
+            for turn in range(len(servers)):
+                name, server = list(servers.items())[(number + turn) % len(servers)]
+                for left in target.iterdir():
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                os.sync()
+                server.stdin.write("save\n")
+                server.stdin.flush()
+                one = Save(*json.loads(answer(server)))
+                if number:
+                    took[name].append(one)
+        for server in servers.values():
+            server.stdin.close()
+            server.wait()
+    return nbytes, took
 
 
-_made: dict[int, Any] = {}
+def start(contender: str, root: Path, given: argparse.Namespace, tensors: int, folder: Path) -> Any:
+    """Start a contender's process with the megascale of a checkout."""
+    call = f"serve({contender!r}, {given.numel}, {tensors}, Path({str(folder)!r}))"
+    paths = f"import sys; sys.path[:0] = [{str(root)!r}, {str(ROOT / 'benchmarks')!r}]; "
+    code = f"{paths}from pathlib import Path; from checkpoint import serve; import torch; "
+    code += f"torch.set_num_threads({given.threads}); {call}"
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def contenders_of(saved: Saved) -> dict[str, tuple[Callable[[Path], Any], Callable[[], Any]]]:
-    """Return :func:`contenders`, the same objects for the same state: an asynchronous saver lives on."""
-    return _made.setdefault(id(saved), contenders(saved))
+def answer(server: Any) -> str:
+    """Return the next line that a contender prints."""
+    line: str = server.stdout.readline()
+    if not line:
+        raise SystemExit(f"a contender ended with {server.wait()}: see above")
+    return line
 
 
-def table(times: Times) -> Iterator[str]:
-    """Yield the rows: seconds, the ratio within rounds, and what was asked for."""
-    ratio = "of torch.save's, median of rounds (min to max)"
-    yield f"| save | s, median (min to max) | on a processor | {ratio} | asked for |"
-    yield "|---|---|---|---|---|"
-    for name, own in times.items():
-        clock, busy = [spent for spent, _ in own], [spent for _, spent in own]
-        ratios = [mine / other for mine, (other, _) in zip(clock, times[RIVAL], strict=True)]
-        asked = f"at most {TARGETS[name]}" if name in TARGETS else "-"
-        yield f"| {name} | {spread(clock)} | {statistics.median(busy):.2f} | {spread(ratios)} | {asked} |"
+def table(took: dict[str, list[Save]]) -> Iterator[str]:
+    """Yield the rows: seconds, memory, and the ratios within rounds."""
+    others = [name for name in (RIVAL, BEFORE) if name in took]
+    heads = [f"of {'torch.save' if name == RIVAL else 'the earlier commit'}'s" for name in others]
+    yield f"| save | s, median (min to max) | on a processor | peak, MB | {' | '.join(heads)} |"
+    yield f"|{'---|' * (4 + len(heads))}"
+    for name, own in took.items():
+        ratios = []
+        for other in others:
+            rival = BEFORE + LATER if other == BEFORE and name.endswith(LATER) else other
+            ratios.append(spread([one.clock / two.clock for one, two in zip(own, took[rival], strict=True)]))
+        busy = statistics.median(one.processor for one in own)
+        peak = max(one.peak for one in own) / 1e6
+        row = [name, spread([one.clock for one in own]), f"{busy:.2f}", f"{peak:,.0f}", *ratios]
+        yield f"| {' | '.join(row)} |"
 
 
-def spread(values: list[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     """Return the median, the least and the most."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
@@ -219,48 +210,41 @@ def spread(values: list[float]) -> str:
 def arguments_of_command() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit, to compare with")
     parser.add_argument("--numel", type=int, default=50_000_000)
     parser.add_argument("--tensors", default="200", help="numbers of tensors, separated by commas")
     parser.add_argument("--skip", action="append", default=[], help="a contender's name, to leave it out; repeatable")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--ranks", type=int, default=1, help="processes that save together, over gloo")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
-    parser.add_argument("--out", type=Path, help="write the tables to this file too, and every round beside it as .csv")
+    parser.add_argument("--out", type=Path, help="write the tables to this file too")
     given = parser.parse_args()
-    for name in ("rounds", "ranks"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(given, name)}")
+    if given.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {given.rounds}")
     return given
 
 
 def main() -> None:
     """Measure, print, and write the tables where asked."""
     given = arguments_of_command()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(given.threads)
+    contenders = dict.fromkeys((*GIVEN_TO, *RIVALS), ROOT)
+    if given.before is not None:
+        contenders |= dict.fromkeys((BEFORE, BEFORE + LATER), given.before.resolve())
+    contenders = {name: root for name, root in contenders.items() if name == RIVAL or name not in given.skip}
     busy = [os.getloadavg()[0]]
     tables: list[str] = []
-    rows = ["tensors,contender,round,s,processor_s"]
     for tensors in map(int, given.tensors.split(",")):
-        nbytes, times = measure_ranks(given, tensors)
-        tables += [f"### {nbytes / 1e6:,.0f} MB, {tensors:,} parameters' tensors", "", *table(times), ""]
-        rows += [
-            f'{tensors},"{name}",{index},{spent:.3f},{busy:.3f}'
-            for name, own in times.items()
-            for index, (spent, busy) in enumerate(own)
-        ]
+        nbytes, took = measure(contenders, given, tensors)
+        tables += [f"### {nbytes / 1e6:,.0f} MB, {tensors:,} parameters' tensors", "", *table(took), ""]
         busy.append(os.getloadavg()[0])
-    ranks = "1 rank" if given.ranks == 1 else f"{given.ranks} ranks"
-    where = f"{place(torch.device('cpu'), given.threads)}; {ranks}, {given.rounds} rounds."
     others = f"Load average of the machine, which others share: {', '.join(f'{load:.1f}' for load in busy)}."
-    lines = ["## Saving a checkpoint", "", f"{where} {others}", ""]
+    lines = ["## Saving a checkpoint", ""]
+    lines += [f"{place(torch.device('cpu'), given.threads)}; {given.rounds} rounds. {others}", ""]
     lines += [f"`python benchmarks/checkpoint.py {shlex.join(sys.argv[1:])}`", "", *tables]
     text = "\n".join(lines)
     print(text)
     if given.out is not None:
         given.out.write_text(text)
-        given.out.with_suffix(".csv").write_text("\n".join(rows) + "\n")
 
 
 if __name__ == "__main__":
