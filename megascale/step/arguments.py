@@ -14,11 +14,12 @@ from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.grad_sync.sync import GradSync
 from megascale.main_params.main_param import MainParam
-from megascale.rules import ADAM, BY_NAME, RULES, SECOND, kinds_without
+from megascale.rules import ADAM, BY_KIND, BY_NAME, MUON, RULES, SECOND, kinds_without
 from megascale.rules.options import values_of
 from megascale.step.misuse import BUILD_LAST
 from megascale.utils.dtensors import held, is_dtensor
 from megascale.utils.live_objects import objects_of
+from megascale.utils.wording import either
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -44,6 +45,8 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
     _check_meta(optimizer)
     _check_fsdp1(optimizer)
     if config is not None:
+        if config.optimizer_cpu_offload:
+            _check_offload(optimizer)
         for field in ineffective(config, optimizer, grad_scaler, sharded=sharded):
             raise field.error()
 
@@ -125,6 +128,23 @@ def _check_meta(optimizer: torch.optim.Optimizer) -> None:
                 f"{what} {position} (of {len(params)}) is on the meta device and has no values; call "
                 "module.to_empty(device=...), load or initialise the weights, then build both optimizers"
             )
+
+
+def _check_offload(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ArgumentError for an optimizer that has no kernels, or whose kernels a host is too slow for."""
+    rule, name = BY_KIND.get(type(optimizer)), type(optimizer).__name__
+    if rule is MUON:
+        raise ArgumentError(
+            f"optimizer_cpu_offload=True moves nothing of {name}, whose matrices a host orthogonalizes too slowly; "
+            "leave it False for it: build_optimizer() with optimizer='muon' moves what other parameters have"
+        )
+    if rule is None:
+        kinds = either([kind.__name__ for kind, one in BY_KIND.items() if one.kernel is not None])
+        raise ArgumentError(
+            f"optimizer_cpu_offload=True needs {kinds}, which have kernels for the host, got {name}, which runs its "
+            "own step(); leave it False, and move what the optimizer keeps by optimizer.offload() and reload() where "
+            "steps do not need it"
+        )
 
 
 def _check_fsdp1(optimizer: torch.optim.Optimizer) -> None:

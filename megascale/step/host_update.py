@@ -21,7 +21,6 @@ from megascale.main_params.grad_copies import GradCopies
 from megascale.main_params.host_twin import HostTwin, copies_in, make_grad_memory
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.weight_arrivals import WeightArrivals
-from megascale.rules import Rule
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils import call_site
@@ -54,24 +53,17 @@ class HostUpdate(InnerUpdate):
     """Updates parameters with a twin in host memory there, others as ``beside`` does.
 
     Args:
-        optimizer, config: as of :func:`megascale.step.update_selection.select_update`.
-        rule: of the optimizer.
         beside: how parameters without a twin are updated.
+        config: checked against the optimizer.
         device: of the model params.
         arrivals: runs the updates and sends the weights.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        config: StepConfig,
-        rule: Rule,
-        beside: KernelUpdate,
-        device: torch.device,
-        arrivals: WeightArrivals,
+        self, beside: KernelUpdate, config: StepConfig, device: torch.device, arrivals: WeightArrivals
     ) -> None:
         self._beside = beside
-        self._host = KernelUpdate(optimizer, host_backend(), config, rule, beside)
+        self._host = KernelUpdate(beside.optimizer, host_backend(), config, beside.rule, beside)
         self._device = device
         self._arrivals = arrivals
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads

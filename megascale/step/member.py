@@ -20,13 +20,14 @@ from megascale.step import grad_stats
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.held_grads import HeldGrads
+from megascale.step.host_update import HostUpdate
 from megascale.step.joined_states import states_of
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.local_grads import Collected, ReadyGrads, checked_grads
 from megascale.step.torch_states import is_per_element
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import PendingUpdate
-from megascale.step.update_selection import in_host_memory, select_update
+from megascale.step.update_selection import select_update
 from megascale.utils.autograd import without_grad
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
@@ -85,8 +86,8 @@ class StepMember:
         self.main_params = main_params
         self.grad_sync = grad_sync
         self.update = select_update(optimizer, backend, config)
-        if main_params.arrivals is not None:
-            self.update = in_host_memory(optimizer, config, self.update, device, main_params.arrivals)
+        if main_params.arrivals is not None and isinstance(self.update, KernelUpdate):
+            self.update = HostUpdate(self.update, config, device, main_params.arrivals)
         self.counter = StepCounter(device)
         self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None
@@ -143,7 +144,7 @@ class StepMember:
     def require_general(self) -> GeneralUpdate:
         """Return what lends main params to the wrapped optimizer. Raises UsageError where they are in host memory."""
         update = self.update.general if isinstance(self.update, KernelUpdate) else self.update
-        if self.main_params.arrivals is None and isinstance(update, GeneralUpdate):
+        if isinstance(update, GeneralUpdate):
             return update
         raise UsageError(
             "main_grads(), train() and eval() need main params beside the model params, and with "

@@ -41,10 +41,6 @@ class GeneralUpdate(InnerUpdate):
         self._is_torchs = type(optimizer) in OWN_STEPS or type(optimizer) in BY_KIND
         self._holders = {"": optimizer}  # found in the first half of a step, for the second
 
-    def backend_on(self, device: torch.device) -> Backend:
-        """Return the backend of main params that are on ``device``."""
-        return self.backend
-
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
         """Widen state that was made of 16-bit parameters, and drop that of parameters that other ranks own.
 
@@ -202,10 +198,9 @@ class GeneralUpdate(InnerUpdate):
     def _round(self, params: list[MainParam], decision: Decision) -> Tensor:
         """Round main params of one device. Returns which of them did not fit, bool, shape [len(params)]."""
         mains, models = [to_local(param.main) for param in params], [param.rounded for param in params]
-        device = mains[0].device
         if params[0].remainder is None:
-            return self.backend_on(device).write_back_(mains, models)
-        flags = self.backend_on(device).encode_(held_params(params, models, mains), decision.found_inf)
+            return self.backend.write_back_(mains, models)
+        flags = self.backend.encode_(held_params(params, models, mains), decision.found_inf)
         for param in params:
             param.release()
         return flags
@@ -236,7 +231,7 @@ class GeneralUpdate(InnerUpdate):
         found: dict[int, Tensor] = {}
         for device, indices in by_device.items():
             given, mains = [grads[index] for index in indices], [to_local(params[index].main) for index in indices]
-            made = self.backend_on(device).unscale(given, mains, decision.to(device).coefficient)
+            made = self.backend.unscale(given, mains, decision.to(device).coefficient)
             found.update(zip(indices, made, strict=True))
         return [found[index] for index in range(len(grads))]
 

@@ -5,10 +5,7 @@ import torch
 from megascale.config import StepConfig
 from megascale.errors import ArgumentError
 from megascale.kernels import Backend
-from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import BY_KIND, ELEMENTWISE, FIRST, KINDS, MUON, SECOND
-from megascale.step.host_own_step import HostOwnStep
-from megascale.step.host_update import HostUpdate
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.known_optimizers import refuse_low_bit_moments
 from megascale.step.muon_update import MuonUpdate
@@ -20,7 +17,6 @@ from megascale.utils.wording import either
 
 CLOSURE_OPTIMIZERS = (torch.optim.LBFGS,)
 SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
-_WITH_KERNELS = [kind.__name__ for kind, one in BY_KIND.items() if one.kernel is not None]
 
 
 def check_inner(optimizer: torch.optim.Optimizer) -> None:
@@ -62,49 +58,6 @@ def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: St
             )
     _warn_of_pieces(optimizer)
     return GeneralUpdate(optimizer, backend)
-
-
-def in_host_memory(
-    optimizer: torch.optim.Optimizer,
-    config: StepConfig,
-    beside: InnerUpdate,
-    device: torch.device,
-    arrivals: WeightArrivals,
-) -> InnerUpdate:
-    """Return what updates parameters with a twin in host memory there, and others as ``beside`` does.
-
-    Args:
-        device: of the model params.
-        arrivals: runs updates in a thread and sends their weights.
-
-    Raises ArgumentError for an optimizer that cannot run there, or not in a thread.
-    """
-    rule, name = BY_KIND.get(type(optimizer)), type(optimizer).__name__
-    if rule is MUON:
-        raise ArgumentError(
-            f"optimizer_cpu_offload=True moves nothing of {name}, whose matrices a host orthogonalizes too slowly; "
-            "leave it False for it: build_optimizer() with optimizer='muon' moves what other parameters have"
-        )
-    if rule is None or not isinstance(beside, KernelUpdate):
-        _require_own_step(optimizer, config)
-        return HostOwnStep(optimizer, beside, device, pin=config.pin_cpu_grads)
-    return HostUpdate(optimizer, config, rule, beside, device, arrivals)
-
-
-def _require_own_step(optimizer: torch.optim.Optimizer, config: StepConfig) -> None:
-    """Raise ArgumentError if an optimizer's own ``step()`` cannot run on main params in host memory."""
-    name = type(optimizer).__name__
-    if config.overlap_cpu_optimizer_d2h_h2d:
-        raise ArgumentError(
-            f"overlap_cpu_optimizer_d2h_h2d=True needs {either(_WITH_KERNELS)}: the own step() of {name} reads "
-            "param_groups, which a thread must not change under the caller; leave it False"
-        )
-    for index, options in enumerate(optimizer.param_groups):
-        if options.get("capturable"):
-            raise ArgumentError(
-                f"param group {index} has capturable=True, which {name} refuses for parameters in host memory; set it "
-                "False with optimizer_cpu_offload=True"
-            )
 
 
 def _warn_of_pieces(optimizer: torch.optim.Optimizer) -> None:

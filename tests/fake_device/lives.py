@@ -20,7 +20,6 @@ from megascale.main_params import update_unit
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import tensors_in
 from tests.fake_device.training import CODES, scaler
-from tests.training import Sign
 
 COUNT, WIDTH = 4, 8
 STEPS = ("step", "overflow", "twice", "step")
@@ -36,7 +35,6 @@ class Life:
         held: how parameters are held.
         way: of offload; the other life has none.
         actions: one after the other, of ``ACTIONS``.
-        inner: the optimizer.
         stored: what both lives have: how state is stored.
         slices: each parameter is a slice of its own.
     """
@@ -44,7 +42,6 @@ class Life:
     held: str
     way: dict[str, Any]
     actions: tuple[str, ...] = STEPS
-    inner: str = "adamw"
     stored: tuple[tuple[str, Any], ...] = ()
     slices: bool = False
 
@@ -75,8 +72,7 @@ def optimizer_of(module: nn.Module, life: Life, way: dict[str, Any]) -> MixedPre
     """Return the optimizer of a life, with or without offload."""
     # The reference backend is made of operators, which this device can run.
     config = OptimizerConfig(fp16=True, clip_grad=0.5, backend="reference", **dict(life.stored), **way)
-    named = module.named_parameters()
-    own = Sign(named) if life.inner == "sign" else torch.optim.AdamW(named, lr=1e-2)
+    own = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
     if life.held in ("replicated", "fsdp2"):
         return MixedPrecisionOptimizer(own, config, scaler())
     if life.held == "synced":
@@ -330,8 +326,6 @@ LIVES: dict[str, list[Life]] = {
     "codes": [Life("replicated", OVERLAP, stored=tuple(CODES.items()))],
     "fraction": [Life("replicated", OVERLAP | {"optimizer_offload_fraction": 0.5})],
     "pageable": [Life("replicated", OVERLAP | {"pin_cpu_grads": False, "pin_cpu_params": False})],
-    "own step": [Life("replicated", WAIT, inner="sign")],
-    "own step, parameters": [Life("parameters", WAIT, inner="sign")],
     **{
         f"{held}, {action}": [Life(held, OVERLAP, steps_and(action))]
         for held in HELD

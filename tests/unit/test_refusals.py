@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import DistributedOptimizer, MixedPrecisionOptimizer, cast_model
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig, cast_model
 from megascale.debug import report_overflows
-from megascale.errors import ArgumentError, InnerStepError, StateDictError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, InnerStepError, StateDictError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.rollout import rollout_weights
 from megascale.utils import collectives
@@ -203,6 +203,43 @@ def _on_the_first_rank(call: Callable[[], Any]) -> None:
             call()
 
 
+OFFLOAD: dict[str, Any] = {"bf16": True, "optimizer_cpu_offload": True}
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A user's subclass, whose ``step()`` may be another one."""
+
+
+def _offload_without_kernels() -> None:
+    MixedPrecisionOptimizer(torch.optim.Adagrad(_model().named_parameters()), OptimizerConfig(**OFFLOAD))
+
+
+def _offload_of_a_subclass() -> None:
+    model = _model()
+    config = OptimizerConfig(**OFFLOAD, overlap_cpu_optimizer_d2h_h2d=True)
+    DistributedOptimizer(OwnAdamW(model.named_parameters()), config, modules=model)
+
+
+def _offload_of_muon() -> None:
+    MixedPrecisionOptimizer(torch.optim.Muon([nn.Linear(4, 4).weight]), OptimizerConfig(**OFFLOAD))
+
+
+def _overlap_without_offload() -> None:
+    OptimizerConfig(bf16=True, overlap_cpu_optimizer_d2h_h2d=True)
+
+
+def _fraction_without_offload() -> None:
+    OptimizerConfig(bf16=True, optimizer_offload_fraction=0.5)
+
+
+def _fraction_of_nothing() -> None:
+    OptimizerConfig(**OFFLOAD, optimizer_offload_fraction=0)
+
+
+def _fraction_in_words() -> None:
+    OptimizerConfig(**OFFLOAD, optimizer_offload_fraction="auto")  # type: ignore[arg-type]
+
+
 _LAST = "from the parameters of the model that is trained"
 
 
@@ -239,6 +276,13 @@ ROWS = [
     Refusal("LAMB's norm, by parameters", _one_norm_by_parameters, ArgumentError, "pass clip_grad=1.0", 2),
     Refusal("a base's norm, by parameters", _one_norm_of_a_base, ArgumentError, "pass clip_grad=1.0", 2),
     Refusal("Prodigy, by parameters", _one_sum_by_parameters, ArgumentError, "use MixedPrecisionOptimizer", 2),
+    Refusal("offload without kernels", _offload_without_kernels, ArgumentError, "needs Adam, AdamW, SGD or Lion"),
+    Refusal("offload of a subclass", _offload_of_a_subclass, ArgumentError, "by optimizer.offload() and reload()", 2),
+    Refusal("offload of Muon", _offload_of_muon, ArgumentError, "build_optimizer() with optimizer='muon'"),
+    Refusal("overlap without offload", _overlap_without_offload, ArgumentError, "needs optimizer_cpu_offload=True"),
+    Refusal("a fraction without offload", _fraction_without_offload, ArgumentError, "needs optimizer_cpu_offload=True"),
+    Refusal("a fraction of 0", _fraction_of_nothing, ArgumentError, "optimizer_cpu_offload=False keeps all"),
+    Refusal("a fraction in words", _fraction_in_words, ArgumentTypeError, "must be a number, got 'auto'"),
 ]
 
 

@@ -1,7 +1,6 @@
 """Main params and state in host memory, beside a device that is not there: who waits, and what travels."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
 from tests.fake_device.training import CODES, scaler
-from tests.training import Sign, bits_equal
+from tests.training import bits_equal
 
 COUNT, WIDTH = 4, 8
 
@@ -101,12 +100,12 @@ def test_what_the_device_holds(on_device: OnDevice, overlap: bool, sharded: bool
     assert most - 0.3 < on_device(_bytes_held, overlap, sharded) <= most
 
 
-def _step_and_forward(device: FakeDevice, inner: str, overlap: bool) -> tuple[Record, int]:
+def _step_and_forward(device: FakeDevice) -> tuple[Record, int]:
     """Return what a backward, its step and the next forward ask of the device, in their order; and this thread."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
-    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=overlap)
-    optimizer = MixedPrecisionOptimizer(INNER[inner](model), config, scaler())
+    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config, scaler())
     batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
     for _ in range(2):
         optimizer.zero_grad()
@@ -130,7 +129,7 @@ def test_each_copy_is_waited_for(on_device: OnDevice) -> None:
     """The host reads no gradient before it has arrived, and no product is computed before its weights have: behind each
     copy is an event, which its reader's thread or stream waits for.
     """
-    seen, caller = on_device(_step_and_forward, "adamw", True)
+    seen, caller = on_device(_step_and_forward)
     calls = list(seen)
     size = 2 * WIDTH * WIDTH
     down = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} from async" in call.what]
@@ -151,18 +150,7 @@ def test_each_copy_is_waited_for(on_device: OnDevice) -> None:
     assert any(event == sent and up[-1] < at < products[0] for at, event in blocks)
 
 
-def test_an_own_step_reads_gradients_that_have_arrived(on_device: OnDevice) -> None:
-    """The host reads found_inf behind the last copy, before the optimizer's own step() reads and weights travel."""
-    calls = list(on_device(_step_and_forward, "sign", False)[0])
-    size = 2 * WIDTH * WIDTH
-    down = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} from async" in call.what]
-    up = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} to async" in call.what]
-    assert len(down) == len(up) == COUNT
-    reads = [at for at, call in enumerate(calls) if call.kind == "scalar" and call.stream == calls[down[-1]].stream]
-    assert any(down[-1] < at < up[0] for at in reads)
-
-
-def life_of(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
+def life_of(held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
     """Return weights and state after some steps with a load among them, and where main params and state live."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
@@ -175,7 +163,7 @@ def life_of(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor
         fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
     given = {"backend": "reference", **options}  # which the simulated device can run
     config = OptimizerConfig(fp16=True, clip_grad=1.0, **given)
-    own = INNER[inner](model)
+    own = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
     if held in ("elements", "parameters"):
         optimizer: MixedPrecisionOptimizer = DistributedOptimizer(
             own, config, scaler(), modules=model, shard=held, bucket_numel=WIDTH * WIDTH
@@ -196,38 +184,30 @@ def life_of(inner: str, held: str, options: dict[str, Any]) -> tuple[list[Tensor
     return values, {value.device.type for value in (*mains, *states)}
 
 
-def _lives(_: FakeDevice, inner: str, held: str, stored: dict[str, Any], way: dict[str, Any]) -> tuple[bool, set[str]]:
+def _lives(_: FakeDevice, held: str, stored: dict[str, Any], way: dict[str, Any]) -> tuple[bool, set[str]]:
     if held == "fsdp2":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    (values, places), (others, _there) = life_of(inner, held, stored | way), life_of(inner, held, stored)
+    (values, places), (others, _there) = life_of(held, stored | way), life_of(held, stored)
     assert len(values) == len(others)
     return all(map(bits_equal, values, others)), places
 
 
-INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "adamw": lambda module: torch.optim.AdamW(module.named_parameters(), lr=1e-2),
-    "sign": lambda module: Sign(module.named_parameters()),
-}
-
-
 WHOLE = ("replicated", "fsdp2")
 REMAINDERS: dict[str, Any] = {"store_param_remainders": True}
-CASES: list[tuple[str, str, dict[str, Any], bool]] = [
-    *[("adamw", held, {}, overlap) for held in (*WHOLE, "elements", "parameters") for overlap in (False, True)],
-    *[("adamw", held, CODES, True) for held in WHOLE],
-    *[("adamw", held, REMAINDERS, True) for held in (*WHOLE, "elements", "parameters")],
-    # Its own step() runs in the caller's thread.
-    *[("sign", held, stored, False) for held in (*WHOLE, "parameters") for stored in ({}, REMAINDERS)],
+CASES: list[tuple[str, dict[str, Any], bool]] = [
+    *[(held, {}, overlap) for held in (*WHOLE, "elements", "parameters") for overlap in (False, True)],
+    *[(held, CODES, True) for held in WHOLE],
+    *[(held, REMAINDERS, True) for held in (*WHOLE, "elements", "parameters")],
 ]
 
 
-@pytest.mark.default("adamw-parameters-stored7-True", "adamw-replicated-stored10-True")
-@pytest.mark.parametrize(("inner", "held", "stored", "overlap"), CASES)
+@pytest.mark.default("parameters-stored7-True", "replicated-stored10-True")
+@pytest.mark.parametrize(("held", "stored", "overlap"), CASES)
 def test_loaded_state_goes_where_state_lives(
-    on_device: OnDevice, inner: str, held: str, stored: dict[str, Any], overlap: bool
+    on_device: OnDevice, held: str, stored: dict[str, Any], overlap: bool
 ) -> None:
     """Main params and state are in host memory, DTensors' too, after a load as well; bits are those without offload."""
     way = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": overlap}
-    assert on_device(_lives, inner, held, stored, way) == (True, {"cpu"})
+    assert on_device(_lives, held, stored, way) == (True, {"cpu"})

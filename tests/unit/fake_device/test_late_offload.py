@@ -18,7 +18,6 @@ from tests.fake_device.lives import (
     HELD,
     LIVES,
     OVERLAP,
-    WAIT,
     WAYS,
     WIDTH,
     Life,
@@ -65,7 +64,6 @@ WAITS = {
     "utils.streams write": Life("synced", OVERLAP),
     "main_params.weight_arrivals _wait": Life("replicated", OVERLAP),
     "step.host_update task": Life("replicated", OVERLAP),
-    "step.torch_step apply": Life("replicated", WAIT, inner="sign"),
     "utils.host_memory host_copies": Life("replicated", {}, ("step", "trip", "step")),
     "utils.streams wait": Life("replicated", OVERLAP, steps_and("streams")),
 }
@@ -87,7 +85,6 @@ MODULES = (
     "main_params.host_twin",
     "main_params.residence",
     "main_params.weight_arrivals",
-    "step.host_own_step",
     "step.host_update",
     "utils.host_memory",
 )
