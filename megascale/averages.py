@@ -22,7 +22,6 @@ from megascale.utils.dtensors import dtensor_like, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.graph_breaks import methods_outside_of_graphs
 from megascale.utils.param_names import renames
-from megascale.utils.spelling import names_arguments
 from megascale.utils.transfer import to_device_async
 
 
@@ -41,7 +40,6 @@ class _Averaged:
         return dtensor_like(self.average, self.source.main)
 
 
-@names_arguments
 @methods_outside_of_graphs
 class AveragedMainParams:
     """``torch.optim.swa_utils.AveragedModel`` for 16-bit training: an average of the main params of ``model``.

@@ -23,7 +23,6 @@ from megascale.parallel import ParallelGroups
 from megascale.rules import BY_NAME, MUON
 from megascale.step.arguments import ineffective
 from megascale.utils import validate
-from megascale.utils.spelling import names_keywords
 
 Overrides = Mapping[str, Mapping[str, Any]]
 Options = dict[str, Any]
@@ -52,7 +51,6 @@ class NamedParam(NamedTuple):
     is_hidden_matrix: bool
 
 
-@names_keywords
 def build_optimizer(
     config: OptimizerConfig | Any,
     modules: nn.Module | Sequence[nn.Module],

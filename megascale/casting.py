@@ -16,7 +16,6 @@ from megascale.utils.dtensors import is_dtensor
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.live_objects import objects_of
 from megascale.utils.param_names import bare
-from megascale.utils.spelling import names_keywords
 
 M = TypeVar("M", bound=nn.Module)
 Chosen = str | type[nn.Module] | nn.Module
@@ -26,7 +25,6 @@ ROPE = ("*inv_freq*", "*freqs*", "*rope*", "*rotary*")
 """Names of buffers that hold the frequencies of rotary position embeddings, of which 16 bits are not enough."""
 
 
-@names_keywords
 def cast_model(model: M, dtype: torch.dtype, keep: Chosen | Iterable[Chosen] = ()) -> M:
     """Cast a model's floating point parameters to ``dtype``, in place, and leave its buffers as they are.
 
@@ -145,8 +143,8 @@ def _kept(model: nn.Module, keep: Sequence[Any]) -> tuple[list[nn.Module], set[i
             hits = [module for name, module in modules if name and _matches(name, one)]
             own = {id(param) for name, param in named if _matches(name, one)}
             if not hits and not own:
-                nearest = spelling.nearest(one, [bare(name) for name, _ in [*modules, *named] if name] or [""])
-                raise ArgumentError(f"keep: {one!r} matches no module or parameter; did you mean {nearest!r}?")
+                nearest = spelling.meant(one, [bare(name) for name, _ in [*modules, *named] if name])
+                raise ArgumentError(f"keep: {one!r} matches no module or parameter of the model{nearest}")
             params |= own
         elif isinstance(one, type) and issubclass(one, nn.Module):
             hits = [module for _, module in modules if isinstance(module, one)]

@@ -23,13 +23,11 @@ from megascale.step.ownership import scaler_conflict
 from megascale.step.recipe import StepRecipe
 from megascale.utils import validate
 from megascale.utils.graph_breaks import methods_outside_of_graphs
-from megascale.utils.spelling import names_arguments
 
 SHARED_KEYS = ("grad_scaler", "step_counts", "version")
 """Keys of a state dict that have the same value for every optimizer of a chain."""
 
 
-@names_arguments
 @methods_outside_of_graphs
 class ChainedOptimizer(MegascaleOptimizer):
     """Several MixedPrecisionOptimizers or DistributedOptimizers over one model: dense and expert parameters, say.

@@ -11,7 +11,7 @@ import torch
 from megascale.errors import ArgumentError
 from megascale.rules import CONFIGURABLE, FIRST, FIRST_DTYPE, SECOND, SECOND_DTYPE, muon
 from megascale.utils import validate
-from megascale.utils.spelling import names_arguments
+from megascale.utils.spelling import told
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton", "apex")
 HYSTERESIS_RESETS = ("growth", "clean_step")
@@ -84,7 +84,7 @@ class StepConfig(DecisionConfig):
             )
 
 
-@names_arguments
+@told
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(StepConfig):
     """How the step scales, clips and counts, and (for :func:`megascale.build_optimizer`) which optimizer it wraps.

@@ -26,10 +26,8 @@ from megascale.step.arguments import check_arguments
 from megascale.step.known_optimizers import refuse_sums_over_parameters
 from megascale.step.misuse import BUILD_LAST
 from megascale.utils import validate
-from megascale.utils.spelling import names_arguments
 
 
-@names_arguments
 class DistributedOptimizer(MixedPrecisionOptimizer):
     """MixedPrecisionOptimizer with ZeRO stage 1 (arXiv 1910.02054), after Megatron-Core's ``DistributedOptimizer``.
 

@@ -15,7 +15,6 @@ from megascale.kernels.compact_moments import held_bytes
 from megascale.rules import CODE_DTYPES, VARIANTS
 from megascale.utils import validate
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.spelling import names_arguments
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 AS_IS = "as_is"
@@ -39,7 +38,6 @@ OF_CONFIG = (
 """Fields that mean what those of an OptimizerConfig mean."""
 
 
-@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """Ranks, sharding, optimizer and dtypes of a run. Every field is checked.

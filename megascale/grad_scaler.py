@@ -18,7 +18,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
 from megascale.kernels import Backend, ScaleRule, TorchDecisions, inverse
 from megascale.utils import validate, wording
 from megascale.utils.autograd import without_grad
-from megascale.utils.spelling import names_arguments
+from megascale.utils.spelling import told
 from megascale.utils.transfer import to_device_async
 
 LARGEST_TRACKER = 2**62  # int64 with room to count on
@@ -136,7 +136,6 @@ class MegatronGradScaler(ABC):
         self._scale.fill_(self._begun_from.scale)
 
 
-@names_arguments
 class ConstantGradScaler(MegatronGradScaler):
     """A scale that never changes."""
 
@@ -167,7 +166,7 @@ class ConstantGradScaler(MegatronGradScaler):
         return ScalerState(_parse_scale(state_dict))
 
 
-@names_arguments
+@told
 class DynamicGradScaler(MegatronGradScaler):
     """A scale that backs off at overflows and grows after clean steps.
 
@@ -192,6 +191,7 @@ class DynamicGradScaler(MegatronGradScaler):
             "clean_step" (by every clean step, so that it counts overflows in a row; apex, DeepSpeed's consecutive
             mode).
         device: where the state lives; see :class:`MegatronGradScaler`.
+        init_scale: torch.amp's name of ``initial_scale``, in whose place it is taken.
 
     Raises:
         ArgumentError, ArgumentTypeError: naming the argument and its value.
@@ -209,8 +209,9 @@ class DynamicGradScaler(MegatronGradScaler):
         max_scale: float | None = None,
         hysteresis_reset: str = "growth",
         device: torch.device | str | None = None,
+        init_scale: float | None = None,
     ) -> None:
-        super().__init__(initial_scale, device=device)
+        super().__init__(initial_scale if init_scale is None else init_scale, device=device)
         self.min_scale = validate.scale("min_scale", min_scale)
         self.max_scale = validate.LARGEST_SCALE if max_scale is None else validate.scale("max_scale", max_scale)
         if not self.min_scale <= self.initial_scale <= self.max_scale:

@@ -33,10 +33,8 @@ from megascale.step.result import StepResult as StepResult
 from megascale.step.update_selection import check_inner
 from megascale.utils import announce, validate
 from megascale.utils.graph_breaks import methods_outside_of_graphs
-from megascale.utils.spelling import names_arguments
 
 
-@names_arguments
 @methods_outside_of_graphs
 class MixedPrecisionOptimizer(MegascaleOptimizer):
     """Wraps a torch optimizer for 16-bit training: fp32 main params, loss scaling, one skip decision on every rank.

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.utils import validate
 from megascale.utils.collectives import group_size, is_alone_in_world, is_initialized
-from megascale.utils.spelling import names_arguments
 
 DATA_PARALLEL_NAMES = (
     "dp",
@@ -54,7 +53,6 @@ class GradGroup:
     replicate: ProcessGroup | None
 
 
-@names_arguments
 @dataclass(frozen=True)
 class ParallelGroups:
     """The groups that one step needs. None in a field means this rank alone.

@@ -30,7 +30,6 @@ from megascale.landed.steps import StepOutcomes
 from megascale.utils.graph_breaks import methods_outside_of_graphs
 from megascale.utils.nests import are_equal
 from megascale.utils.portable import LEAVES, plain
-from megascale.utils.spelling import names_arguments
 
 _OWN = frozenset(("scheduler", "optimizer", "_outcomes", "_rates", "_view", "_pending"))
 """The attributes of a LandedLRScheduler; all others are those of the schedule in it."""
@@ -45,7 +44,6 @@ class _Advance(NamedTuple):
     rates: list[float]
 
 
-@names_arguments
 @methods_outside_of_graphs
 class LandedLRScheduler(LRScheduler):
     """A torch LR scheduler that counts landed steps only. Call :meth:`step` after every ``optimizer.step()``.

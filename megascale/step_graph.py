@@ -16,11 +16,9 @@ from megascale.utils import validate
 from megascale.utils.collectives import runs_on_streams
 from megascale.utils.graph_breaks import methods_outside_of_graphs
 from megascale.utils.graph_capture import is_capturing
-from megascale.utils.spelling import names_arguments
 from megascale.utils.transfer import to_device_async
 
 
-@names_arguments
 @methods_outside_of_graphs
 class StepGraph:
     """One training step of ``optimizer`` as a graph, alone or after forward and backward.

@@ -25,11 +25,9 @@ from megascale.kernels import Backend, select_backend, stats_dtype
 from megascale.step.overflow_report import OverflowReport
 from megascale.utils import call_site, torch_names, validate, wording
 from megascale.utils.graph_breaks import methods_outside_of_graphs
-from megascale.utils.spelling import names_arguments
 from megascale.utils.transfer import to_device_async
 
 
-@names_arguments
 @methods_outside_of_graphs
 class GradScaler(torch.amp.GradScaler):
     """Scales losses, unscales gradients, and skips steps whose gradients overflowed: torch.amp.GradScaler, and more.

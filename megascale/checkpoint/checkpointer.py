@@ -29,11 +29,9 @@ from megascale.utils import call_site, validate, wording
 from megascale.utils.collectives import broadcast_object, group_rank, group_size, twin_group
 from megascale.utils.consensus import first_other_rank
 from megascale.utils.progress import progress_bar
-from megascale.utils.spelling import names_arguments, names_keywords
 from megascale.utils.unraised import UnraisedError
 
 
-@names_arguments
 class Checkpointer:
     """Saves into, and loads from, one directory that all ranks share.
 
@@ -252,7 +250,6 @@ class Checkpointer:
         return self._background_group
 
 
-@names_keywords
 def save(
     directory: str | os.PathLike[str],
     step: int,

@@ -38,7 +38,6 @@ from megascale.utils import validate
 from megascale.utils.collectives import broadcast_object, group_rank, group_size
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.progress import progress_bar
-from megascale.utils.spelling import names_keywords
 
 Groups = ParallelGroups | ProcessGroup | DeviceMesh | None
 
@@ -62,7 +61,6 @@ class LoadedCheckpoint:
     skipped: tuple[str, ...]
 
 
-@names_keywords
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

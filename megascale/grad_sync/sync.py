@@ -37,7 +37,6 @@ from megascale.utils import validate
 from megascale.utils.autograd import without_grad
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import is_dtensor
-from megascale.utils.spelling import names_arguments
 from megascale.utils.transfer import to_device_async
 
 REDUCTIONS = ("mean", "sum")
@@ -86,7 +85,6 @@ def check_syncable(params: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-@names_arguments
 class GradSync:
     """Owns the main grads of a set of parameters and keeps them reduced over the data-parallel ranks.
 

@@ -11,7 +11,7 @@ from megascale.amp import GradScaler
 from megascale.config import SCALER_FIELDS, DecisionConfig, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.rules import FIRST, SECOND
-from megascale.utils.spelling import nearest
+from megascale.utils.spelling import meant
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Short names of dtypes, beside torch's own ("float16")."""
@@ -64,8 +64,10 @@ class NamedOptions:
             if name in decided:
                 raise ArgumentError(f"{name} comes from {owner}: set {decided[name]} there")
             if name not in ("dtype", *FIELDS):
-                known = nearest(name, ("dtype", *FIELDS))
-                raise ArgumentTypeError(f"megascale has no option {name!r} beside {owner}; did you mean {known!r}?")
+                known = ("dtype", *FIELDS)
+                raise ArgumentTypeError(
+                    f"megascale has no option {name!r} beside {owner}, but {', '.join(known)}{meant(name, known)}"
+                )
         dtype = _dtype("dtype", given.get("dtype"))
         if dtype not in (None, torch.float16, torch.bfloat16):
             raise ArgumentError(f"dtype must be torch.float16 or torch.bfloat16, got {given['dtype']!r}")

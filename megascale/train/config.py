@@ -16,7 +16,7 @@ from megascale.config import HYSTERESIS_RESETS
 from megascale.errors import ArgumentError
 from megascale.grad_scaler import LARGEST_TRACKER
 from megascale.utils import validate
-from megascale.utils.spelling import nearest
+from megascale.utils.spelling import meant
 
 CONFIGS = Path(__file__).parent / "configs"
 """Config files that come with the program: ``config=text`` is ``config=configs/text.yaml``."""
@@ -393,7 +393,7 @@ def _check_key(key: str, where: str) -> None:
         raise ArgumentError(f"{where}: {key!r} is a group; give one of {inside}")
     # Only the group of a key may be wrong: compare keys without it too.
     by_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    raise ArgumentError(f"{where}: unknown key {key!r}; did you mean {nearest(key, by_leaf or known)!r}?")
+    raise ArgumentError(f"{where}: unknown key {key!r}{meant(key, by_leaf or known)}")
 
 
 def _check_values(config: TrainConfig) -> None:

@@ -239,7 +239,11 @@ def test_gradients_are_cast_with_their_parameters() -> None:
     [
         ({"dtype": torch.float64}, ArgumentError, "dtype must be torch.float16 or torch.bfloat16, got torch.float64"),
         ({"model": 3}, ArgumentTypeError, "model must be a torch.nn.Module, got int"),
-        ({"keep": "blocks.0.nrom"}, ArgumentError, "matches no module or parameter; did you mean 'blocks.0.norm'?"),
+        (
+            {"keep": "blocks.0.nrom"},
+            ArgumentError,
+            "no module or parameter of the model; did you mean 'blocks.0.norm'?",
+        ),
         ({"keep": nn.Linear(1, 1)}, ArgumentError, "the given Linear is no module of the model"),
         ({"keep": [3]}, ArgumentTypeError, "keep must hold name patterns, types of modules or modules, got 3"),
     ],

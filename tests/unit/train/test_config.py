@@ -92,8 +92,6 @@ REFUSED = [
     (["optimizer.bucket_numel=0"], "optimizer.bucket_numel must be 1 or more, got 0"),
     (["optimizer.overlap_param_gather=true"], "optimizer.overlap_param_gather=true needs optimizer.sharded=true"),
     (["scaler.scal=1"], "unknown key 'scaler.scal'; did you mean 'scaler.scale'"),
-    (["scale=1"], "unknown key 'scale'; did you mean 'scaler.scale'"),
-    (["lr=1"], "unknown key 'lr'; did you mean 'optimizer.lr'"),
     (["scaler.type=static"], "unknown key 'scaler.type'; did you mean 'scaler."),
     (["scaler=static"], "'scaler' is a group; give one of scaler.scaler_type, scaler.scale"),
     (["--steps", "3"], "argument '--steps' is not of the form key=value"),
