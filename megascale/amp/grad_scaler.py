@@ -136,7 +136,7 @@ class GradScaler(torch.amp.GradScaler):
         Losses that were not finite are told of by :meth:`last_overflow`.
         """
         if self._enabled:
-            self.overflows.losses.add_all(outputs)
+            self.overflows.losses.add(outputs)
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

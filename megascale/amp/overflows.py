@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from megascale.host_view import HostView
+from megascale.kernels import describe_non_finite
 from megascale.step import non_finite_module
 from megascale.step.losses import non_finite_losses
 from megascale.step.non_finite_module import ModuleEvents
 from megascale.step.observers import SeenGrads
-from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, holds_only_nan
-from megascale.step.overflows import Entries, LastOverflow, described, own_rank
+from megascale.step.overflow_report import OverflowEntry, OverflowReport
+from megascale.step.overflows import LastOverflow, described, own_rank
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import to_local
 
@@ -74,48 +75,41 @@ class ScalerOverflows(LastOverflow):
         newest = _Iteration(self._num_updates, list(flags), seen, modules, self.losses.take())
         known, self._newest = self._newest, newest
         self._num_updates += 1
-        if scale.device.type == "cpu":
-            if _is_set(flags):
-                self._read(_number(scale))
-                self._call()
-        elif self.listener is not None:
-            late = self._view.push({str(index): flag for index, flag in enumerate(flags)})
-            if late is not None and known is not None and any(late.values()):
-                self._keep(known, None, () if known.seen is None else known.seen(), ())
-                self._call()
-
-    def _call(self) -> None:
-        if self.listener is not None:
-            self.listener.on_skip()
+        at_once = scale.device.type == "cpu"
+        if not at_once and self.listener is None:
+            return
+        values = (
+            map(_number, flags)
+            if at_once
+            else (self._view.push({str(index): flag for index, flag in enumerate(flags)}) or {}).values()
+        )
+        skipped = newest if at_once else known
+        if skipped is not None and any(values):
+            self._read(skipped, _number(scale) if at_once else None, grads_are_there=at_once)
+            if self.listener is not None:
+                self.listener.on_skip()
 
     # Asked by the host
 
     def last(self, *, gather: bool) -> OverflowReport | None:
         """Return the report of the last skipped iteration, None before the first. Waits for the device."""
-        if self._newest is not None and _is_set(self._newest.flags):
-            self._read(None)
+        if self._newest is not None and any(map(_number, self._newest.flags)):
+            self._read(self._newest, None)
         return self.last_known(gather=gather)
 
-    def _read(self, scale: float | None) -> None:
-        """Describe the newest iteration, once, from the gradients that there are."""
-        newest = self._newest
-        if newest is None or (self._own is not None and self._own.step == newest.step):
+    def _read(self, record: _Iteration, scale: float | None, *, grads_are_there: bool = True) -> None:
+        """Describe an iteration, once, from the gradients that there are."""
+        if self._own is not None and self._own.step == record.step:
             return
-        entries = tuple(self._entries())
-        seen = None if newest.seen is None else newest.seen()
+        entries = tuple(self._entries()) if grads_are_there else ()
+        seen = None if record.seen is None else record.seen()
         if seen is None and group_size(self.group) == 1 and not self._may_be_reduced:
             seen = entries
-        self._keep(newest, scale, seen, entries)
-
-    def _keep(self, known: _Iteration, scale: float | None, seen: Entries | None, entries: Entries) -> None:
-        module = non_finite_module.first_of(known.modules)
-        losses = non_finite_losses(known.losses, own_rank())
+        losses = non_finite_losses(record.losses, own_rank())
         if not losses and self._may_be_reduced:
             losses = None  # those of ranks that this scaler does not know of
         num_grads = sum(param.grad is not None for param in self._params())
-        only_nan = holds_only_nan(entries, num_grads)
-        self._own = OwnOverflows(known.step, scale, seen, entries, module, losses, only_nan)
-        self._report = None
+        self._tell(record.step, scale, seen, entries, num_grads, record.modules, losses)
 
     @property
     def _may_be_reduced(self) -> bool:
@@ -140,14 +134,9 @@ class ScalerOverflows(LastOverflow):
                     continue
                 grad = to_local(param.grad)
                 grad = grad._values() if grad.is_sparse else grad
-                entry = described(name, grad, indices.get(id(param), position), None, grad.numel())
+                entry = described(name, describe_non_finite(grad), indices.get(id(param), position), None, grad.numel())
                 if entry.num_non_finite:
                     yield entry
-
-
-def _is_set(flags: Sequence[Tensor]) -> bool:
-    """Return whether any flag is not 0. Waits for an accelerator."""
-    return any(_number(flag) != 0 for flag in flags)
 
 
 def _number(value: Tensor) -> float:

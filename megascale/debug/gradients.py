@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megascale.kernels import describe_non_finite
-from megascale.step.overflow_report import OverflowEntry
-from megascale.step.overflows import described, own_rank
+from megascale.step.overflow_report import Entries
+from megascale.step.overflows import described
 from megascale.utils.dtensors import is_dtensor, to_local
 
 
@@ -27,42 +27,21 @@ class WatchedParam:
     index: int
 
 
-@dataclass(frozen=True)
-class _Unread:
-    """One gradient on an accelerator, not read yet: ``numbers`` are those of :func:`describe_non_finite`."""
-
-    param: WatchedParam
-    micro_batch: int
-    numel: int
-    numbers: Tensor
-
-
 class SeenInBackward:
-    """What was seen of the gradients of one step: entries, and numbers that the host has not read."""
+    """What was seen of the gradients of one step, in numbers that the host has not read."""
 
     def __init__(self) -> None:
-        self._entries: list[OverflowEntry] = []
-        self._unread: list[_Unread] = []
+        self._found: list[tuple[WatchedParam, int, int, Tensor]] = []
 
     def add(self, at: WatchedParam, micro_batch: int, grad: Tensor) -> None:
         """Look at one gradient. The host waits for nothing."""
-        if grad.device.type != "cpu":
-            self._unread.append(_Unread(at, micro_batch, grad.numel(), describe_non_finite(grad)))
-        elif not _is_finite(grad):
-            self._entries.append(described(at.name, grad, at.index, micro_batch, grad.numel()))
+        if grad.device.type != "cpu" or not _is_finite(grad):
+            self._found.append((at, micro_batch, grad.numel(), describe_non_finite(grad)))
 
-    def entries(self) -> tuple[OverflowEntry, ...]:
+    def entries(self) -> Entries:
         """Return the gradients that held inf or NaN. Waits for the device."""
-        found = list(self._entries)
-        for one in self._unread:
-            num_inf, num_nan, largest = one.numbers.tolist()
-            total = int(num_inf + num_nan)
-            if total:
-                counts = (int(num_inf), int(num_nan), total, one.numel)
-                found.append(
-                    OverflowEntry(one.param.name, own_rank(), one.micro_batch, *counts, largest, one.param.index)
-                )
-        return tuple(found)
+        found = [described(at.name, numbers, at.index, batch, numel) for at, batch, numel, numbers in self._found]
+        return tuple(entry for entry in found if entry.num_non_finite)
 
 
 def _is_finite(grad: Tensor) -> bool:

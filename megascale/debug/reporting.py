@@ -155,9 +155,8 @@ def line_of(report: OverflowReport, num_skips: int) -> str:
     head, *_ = str(report).splitlines()
     origin = report.origin
     if origin is not None:
-        where = "all ranks" if origin.rank is None else f"rank {origin.rank}"
-        kind = origin.kind or "inf or nan"
-        head += f", likely from {origin.parameter!r} ({where}: {origin.num_non_finite} of {origin.numel} {kind})"
+        counted = f"{origin.num_non_finite} of {origin.numel} {origin.kind or 'inf or nan'}"
+        head += f", likely from {origin.parameter!r} ({origin.where}: {counted})"
     if report.module is not None:
         head += f", first in the {report.module.phase} of {report.module.module!r} on rank {report.module.rank}"
     return f"{head}; skip {num_skips}, the next line is about skip {2 * num_skips}"

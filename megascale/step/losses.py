@@ -42,19 +42,16 @@ class Losses:
         self.count = 0
         self._kept: list[Tensor] = []
 
-    def add(self, loss: Tensor) -> None:
-        """Keep a loss, not scaled, any shape, any floating-point dtype."""
-        self.count += 1
-        if len(self._kept) < MOST_LOSSES:
-            self._kept.append(loss.detach())
+    def add(self, losses: Any) -> None:
+        """Keep a loss, not scaled, of any shape and floating-point dtype, or those of a list or tuple.
 
-    def add_all(self, losses: Any) -> None:
-        """Keep a loss, or those of a list or tuple. Of what can be gone through only once, nothing is known."""
-        if isinstance(losses, Tensor):
-            self.add(losses)
-        elif isinstance(losses, (list, tuple)) and all(isinstance(loss, Tensor) for loss in losses):
-            for loss in losses:
-                self.add(loss)
+        Of what can be gone through only once, nothing is known.
+        """
+        given = [losses] if isinstance(losses, Tensor) else losses
+        if isinstance(given, (list, tuple)) and all(isinstance(loss, Tensor) for loss in given):
+            self.count += len(given)
+            if self.count <= MOST_LOSSES:
+                self._kept += [loss.detach() for loss in given]
         else:
             self.count += MOST_LOSSES + 1
 

@@ -57,11 +57,6 @@ class NonFiniteModule:
         what = "output" if self.phase == "forward" else "gradient of the output"
         return f"{what} of {self.module!r} (call {self.call}): {self.found}; inputs: {self.inputs}"
 
-    @property
-    def order(self) -> tuple[bool, int, int]:
-        """Which of several ranks' modules is the likely origin, the smallest: forward comes before backward."""
-        return (self.phase != "forward", self.call, self.rank)
-
 
 class ModuleEvents(Protocol):
     """What a watch saw between two steps."""
@@ -102,7 +97,10 @@ def take(params: Callable[[], Iterable[Tensor]]) -> list[ModuleEvents]:
     return [watch.take() for watch in _live if watch.has_param_of(ids)]
 
 
-def first_of(events: Iterable[ModuleEvents]) -> NonFiniteModule | None:
-    """Return the likely origin among what several watches saw. Waits for the device."""
-    found = [module for one in events if (module := one.first()) is not None]
-    return min(found, key=lambda module: module.order, default=None)
+def first_module(found: Iterable[NonFiniteModule | None]) -> NonFiniteModule | None:
+    """Return the likely origin among what watches, or ranks, saw: forward comes before backward."""
+    return min(
+        (module for module in found if module is not None),
+        key=lambda module: (module.phase != "forward", module.call, module.rank),
+        default=None,
+    )

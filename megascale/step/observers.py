@@ -9,9 +9,9 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.main_params.main_param import MainParam
 from megascale.step.misuse import Statistics
 from megascale.step.non_finite_module import ModuleEvents
-from megascale.step.overflow_report import OverflowEntry
+from megascale.step.overflow_report import Entries
 
-SeenGrads = Callable[[], tuple[OverflowEntry, ...]]
+SeenGrads = Callable[[], Entries]
 """Returns which of a step's gradients held inf or NaN in backward, before any reduction. Waits for the device."""
 
 

@@ -6,8 +6,7 @@ a listener, a skipped step is described as soon as the host knows of it: at once
 accelerator, when its gradients are gone.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -21,16 +20,15 @@ from megascale.parallel import ParallelGroups
 from megascale.step import non_finite_module
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
-from megascale.step.losses import Losses, non_finite_losses
+from megascale.step.losses import Losses, NonFiniteLoss, non_finite_losses
 from megascale.step.member import StepMember
 from megascale.step.misuse import Statistics, was_skipped
+from megascale.step.non_finite_module import ModuleEvents
 from megascale.step.observers import SeenGrads, StepObserver, StepRecord
-from megascale.step.overflow_report import OverflowEntry, OverflowReport, OwnOverflows, holds_only_nan, merged
+from megascale.step.overflow_report import Entries, OverflowEntry, OverflowReport, in_order, merged
 from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.dtensors import to_local
 from megascale.utils.graph_capture import is_capturing
-
-Entries = tuple[OverflowEntry, ...]
 
 
 class OverflowListener(Protocol):
@@ -60,8 +58,33 @@ class LastOverflow:
         self.losses = Losses()
         self.listener: OverflowListener | None = None
         self.group = group
-        self._own: OwnOverflows | None = None  # what this rank knows
+        self._own: OverflowReport | None = None  # what this rank knows
         self._report: OverflowReport | None = None  # of all ranks, once it was asked for
+
+    def _tell(
+        self,
+        step: int,
+        scale: float | None,
+        seen: Entries | None,
+        at_the_step: Entries,
+        num_grads: int,
+        modules: Iterable[ModuleEvents],
+        losses: Sequence[NonFiniteLoss] | None,
+    ) -> None:
+        """Describe a skipped step. ``seen``: entries from before the reduction; None: nobody has looked."""
+        last = max(at_the_step, key=lambda entry: entry.index, default=None)
+        hold_nan = all(entry.num_nan and entry.num_inf == 0 for entry in at_the_step)
+        self._own = OverflowReport(
+            step,
+            scale,
+            in_order(at_the_step if seen is None else seen),
+            before_reduction=seen is not None,
+            module=non_finite_module.first_module(events.first() for events in modules),
+            losses=None if losses is None else tuple(losses),
+            only_nan=last is not None and len(at_the_step) == num_grads and hold_nan and last.num_nan == last.numel,
+            at_the_step=at_the_step,
+        )
+        self._report = None
 
     def last_known(self, *, gather: bool) -> OverflowReport | None:
         """Return the report of the last skipped step that the host knows of, without waiting for the device.
@@ -71,7 +94,7 @@ class LastOverflow:
         if gather and self._report is None:
             ranks = [one for one in all_gather_object(self._own, self.group) if one is not None]
             self._report = merged(ranks) if ranks else None
-        return self._report or (None if self._own is None else self._own.report())
+        return self._report or self._own
 
 
 class OverflowRecorder(LastOverflow, StepObserver):
@@ -84,8 +107,8 @@ class OverflowRecorder(LastOverflow, StepObserver):
         self._device = device
         self._on_host = device.type == "cpu"
         self._newest: StepRecord | None = None
-        self._skipped: StepRecord | None = None
-        self._own_serial = 0  # of the record that `_own` describes
+        self._skipped: StepRecord | None = None  # known, and not told yet
+        self._told = 0  # serial of the record that `_own` describes
 
     # In a step
 
@@ -104,13 +127,10 @@ class OverflowRecorder(LastOverflow, StepObserver):
         # Taken at the decision: observers may be told one step later, when the next losses are there.
         num_losses, losses = self.losses.count, self.losses.take()
         captured = is_capturing(self._device)
-        params = []
-        for own in collected:
-            params.append(own.params)
         return StepRecord(
             self._num_records,
             None if captured else self._members[0].counter.taken,
-            params,
+            [own.params for own in collected],
             stats.non_finite,
             stats.sum_squares,
             stats.vector,
@@ -124,18 +144,17 @@ class OverflowRecorder(LastOverflow, StepObserver):
         )
 
     def on_step(self, agreed: Statistics | None, record: StepRecord) -> None:
-        """Keep the record of the step that the host now knows of, if it was skipped."""
+        """Keep the record of the step that the host now knows of, if it was skipped, and describe it to a listener."""
         reported, self._newest = self.record_of_statistics(record), record
         if agreed is not None and reported is not None and was_skipped(agreed):
-            self._keep(reported)
+            self._skipped = reported
+            if self.listener is not None:
+                self._read(reported, grads_are_there=self._on_host)
+                self.listener.on_skip()
 
-    def record_of_statistics(self, newest: StepRecord) -> StepRecord | None:
-        """Return the record of the step whose statistics the host has while ``newest`` is recorded.
-
-        On a CPU they are those of ``newest``; on an accelerator, whose host reads one step late, those of the step
-        before it: None in the first step. Call it before :meth:`on_step`.
-        """
-        return newest if self._on_host else self._newest
+    def record_of_statistics(self, record: StepRecord) -> StepRecord | None:
+        """Return the record of the step whose statistics the host knows, at ``record``'s, before on_step()."""
+        return record if self._on_host else self._newest
 
     @property
     def newest(self) -> StepRecord:
@@ -145,19 +164,12 @@ class OverflowRecorder(LastOverflow, StepObserver):
         return self._newest
 
     def _scale_of(self, scaler: MegatronGradScaler | None) -> Tensor | float | None:
-        """Return the scale. On an accelerator it must be copied before it changes: only if there is a listener."""
+        """Return the scale, before it changes. On an accelerator it must be copied: only if there is a listener."""
         if scaler is None:
             return 1.0
         if self._on_host:
-            return scaler.live_scale
+            return float(scaler.live_scale.tolist()[0])
         return None if self.listener is None else scaler.live_scale.clone()
-
-    def _keep(self, record: StepRecord) -> None:
-        """Keep a skipped step, and describe it to the listener."""
-        self._skipped = replace(record, scale=_on_host(record.scale)) if self._on_host else record
-        if self.listener is not None:
-            self._read(self._skipped, grads_are_there=self._on_host)
-            self.listener.on_skip()
 
     # Asked by the host
 
@@ -166,50 +178,48 @@ class OverflowRecorder(LastOverflow, StepObserver):
 
         ``gather``: report on all ranks; then all of them must make the call.
         """
-        newest, skipped = self._newest, self._skipped
-        if newest is not None and was_skipped(newest.vector.tolist()):
-            kept = skipped if skipped is not None and skipped.serial == newest.serial else newest
-            self._read(kept, grads_are_there=True)
-        elif skipped is not None:
-            self._read(skipped, grads_are_there=False)
+        if self._newest is not None and was_skipped(self._newest.vector.tolist()):
+            self._read(self._newest, grads_are_there=True)
+        elif self._skipped is not None:
+            self._read(self._skipped, grads_are_there=False)
         return self.last_known(gather=gather)
 
     def _read(self, record: StepRecord, *, grads_are_there: bool) -> None:
         """Describe a skipped step, unless that was done before. A step in a graph is described at each call."""
-        if record.serial == self._own_serial and record.step is not None:
+        if record.serial == self._told and record.step is not None:
             return
-        self._own_serial, self._report, self._skipped = record.serial, None, None
-        step = self._members[0].counter.taken - 1 if record.step is None else record.step
-        entries = self._entries(record, grads_are_there)
+        self._told, self._skipped = record.serial, None
+        entries = tuple(self._entries(record, grads_are_there))
         seen = None if record.seen is None else record.seen()
         if seen is None and group_size(self.group) == 1:
             seen = entries  # a single rank's gradients are never reduced
-        module = non_finite_module.first_of(record.modules)
-        losses = non_finite_losses(record.losses, own_rank())
-        only_nan = record.counts is not None and holds_only_nan(entries, record.counts.numel())
-        self._own = OwnOverflows(step, _on_host(record.scale), seen, entries, module, losses, only_nan)
+        self._tell(
+            self._members[0].counter.taken - 1 if record.step is None else record.step,
+            float(record.scale.tolist()[0]) if isinstance(record.scale, Tensor) else record.scale,
+            seen,
+            entries,
+            0 if record.counts is None else record.counts.numel(),
+            record.modules,
+            non_finite_losses(record.losses, own_rank()),
+        )
 
-    def _entries(self, record: StepRecord, grads_are_there: bool) -> Entries:
-        """Return the gradients of the step that were not finite."""
+    def _entries(self, record: StepRecord, grads_are_there: bool) -> Iterator[OverflowEntry]:
+        """Yield the gradients of the step that were not finite."""
         if record.counts is None:
-            return ()
+            return
         params = [(member, param) for member, own in zip(self._members, record.params, strict=True) for param in own]
-        found = [
-            (member, param, int(count))
-            for (member, param), count in zip(params, record.counts.tolist(), strict=True)
-            if count
-        ]
         indices = {id(param): index for index, (_, param) in enumerate(self.named_params())}
-        entries = []
-        for member, param, count in found:
-            numel = to_local(param.main).numel()
-            index = indices[id(param.model)]
+        for (member, param), counted in zip(params, record.counts.tolist(), strict=True):
+            if not counted:
+                continue
+            count, index, numel = int(counted), indices[id(param.model)], to_local(param.main).numel()
             grad = member.grads.grad_of(param) if grads_are_there else None
-            entry = None if grad is None else described(param.name, grad, index, record.micro_batch, numel)
-            if entry is None or entry.num_non_finite != count:  # it is gone, or a newer one is there
-                entry = OverflowEntry(param.name, own_rank(), record.micro_batch, None, None, count, numel, None, index)
-            entries.append(entry)
-        return tuple(entries)
+            if grad is not None:
+                entry = described(param.name, describe_non_finite(grad), index, record.micro_batch, numel)
+                if entry.num_non_finite == count:  # else a newer gradient is there
+                    yield entry
+                    continue
+            yield OverflowEntry(param.name, own_rank(), record.micro_batch, None, None, count, numel, None, index)
 
     def named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all members, in their order, and their names."""
@@ -219,13 +229,12 @@ class OverflowRecorder(LastOverflow, StepObserver):
         return (param for _, param in self.named_params())
 
 
-def _on_host(scale: Tensor | float | None) -> float | None:
-    return float(scale.tolist()[0]) if isinstance(scale, Tensor) else scale
+def described(name: str, numbers: Tensor, index: int, micro_batch: int | None, numel: int) -> OverflowEntry:
+    """Return the entry of one of this rank's gradients. Waits for the device. Arguments: see :class:`OverflowEntry`.
 
-
-def described(name: str, grad: Tensor, index: int, micro_batch: int | None, numel: int) -> OverflowEntry:
-    """Return the entry of one of this rank's gradients. Arguments: see :class:`OverflowEntry`."""
-    num_inf, num_nan, largest = describe_non_finite(grad).tolist()
+    ``numbers``: those of :func:`describe_non_finite`.
+    """
+    num_inf, num_nan, largest = numbers.tolist()
     kinds = int(num_inf), int(num_nan)
     return OverflowEntry(name, own_rank(), micro_batch, *kinds, sum(kinds), numel, largest, index)
 

@@ -4,10 +4,9 @@ import csv
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO
 
 from megascale.errors import ArgumentError
-from megascale.step.overflow_report import OverflowRow
 
 TABLE, OVERFLOWS = "metrics.csv", "overflows.jsonl"
 """Names of the two files in a run's folder."""
@@ -43,20 +42,13 @@ def parsed(cells: Mapping[str, str]) -> dict[str, float]:
     return {name: (int if name in WHOLE else float)(cell) for name, cell in cells.items() if cell}
 
 
-def overflow_of(line: str) -> OverflowRow | None:
-    """Return the row in a line of a file of overflows, None in what it lacks but step and parameter.
-
-    None for anything else, such as a line that was cut short.
-    """
+def overflow_of(line: str) -> dict[str, Any] | None:
+    """Return the row in a line of a file of overflows; None for anything else, such as a line that was cut short."""
     try:
         read = json.loads(line) if line.endswith("\n") else None
     except (ValueError, RecursionError):
         return None
-    if not isinstance(read, dict) or not all(isinstance(read.get(key), int | None) for key in ("num_inf", "num_nan")):
-        return None
-    if not isinstance(read.get("step"), int) or not isinstance(read.get("parameter"), str):
-        return None
-    return cast(OverflowRow, {name: read.get(name) for name in OverflowRow.__annotations__})
+    return read if isinstance(read, dict) and isinstance(read.get("step"), int) else None
 
 
 def rows_before(path: Path, step: int | None) -> list[dict[str, str]]:

@@ -15,12 +15,10 @@ from torch import nn
 
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, amp
 from megascale.debug import NonFiniteModule, TensorStatistics, report_overflows
-from megascale.debug.gradients import SeenInBackward, WatchedParam, _Unread
 from megascale.debug.reporting import line_of
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.kernels import describe_non_finite
 from megascale.step.losses import MOST_LOSSES, Losses, NonFiniteLoss, non_finite_losses
-from megascale.step.overflow_report import OverflowEntry, OwnOverflows, in_order, merged
+from megascale.step.overflow_report import OverflowEntry, OverflowReport, in_order, merged
 from megascale.step.overflows import OverflowRecorder
 from megascale.utils.collectives import all_gather_object
 from tests.counting import OperatorCounter
@@ -54,32 +52,19 @@ def _as_on_an_accelerator(optimizer: MixedPrecisionOptimizer) -> None:
 def test_the_last_overflow_is_named() -> None:
     """No report before the first skip. What was asked for while gradients were there stays known."""
     model, optimizer = _wrapped()
+    assert optimizer.last_overflow(gather=True) is None
     assert step(model, optimizer)
     assert optimizer.last_overflow() is None
     _overflow(model, optimizer)
     report = optimizer.last_overflow()
     assert report is not None
     assert step(model, optimizer)
-    assert optimizer.last_overflow(gather=True) == replace(report, all_ranks=True)
+    assert optimizer.last_overflow(gather=True) == replace(report, all_ranks=True, at_the_step=())
     assert rows_of(report) == [ROW]
     assert (report.step, report.scale, report.entries[0].micro_batch) == (1, 2.0**4, 0)
     assert 0 < (report.entries[0].largest_finite or 0) < 2.0**4
     assert "middle.weight <- likely origin" in str(report)
     assert report.before_reduction
-
-
-def test_the_first_step_may_overflow() -> None:
-    """A report of this rank alone, asked for at once: of one backward, before any reduction. Asked of all ranks before
-    any skip, there is none.
-    """
-    model, optimizer = _wrapped()
-    assert optimizer.last_overflow(gather=True) is None
-    _overflow(model, optimizer)
-    report = optimizer.last_overflow()
-    assert report is not None
-    assert (report.entries[0].micro_batch, report.all_ranks, report.before_reduction) == (0, False, True)
-    assert str(report).splitlines()[-1].startswith("middle.weight <- likely origin")
-    assert [(row["parameter"], row["kind"], row["origin"]) for row in report.rows()] == [("middle.weight", "inf", True)]
 
 
 def test_ranks_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +190,6 @@ def test_a_loss_after_the_first_overflow_is_no_cause() -> None:
 def test_losses_are_bounded_and_forgotten() -> None:
     """A loop that never steps fills no memory; then nothing is known of losses. A step begins anew."""
     losses = Losses()
-    assert losses.take() is None
     for _ in range(MOST_LOSSES + 1):
         losses.add(torch.ones(()))
     assert len(losses._kept) == MOST_LOSSES
@@ -214,9 +198,9 @@ def test_losses_are_bounded_and_forgotten() -> None:
     found = non_finite_losses(losses.take(), 3)
     assert found is not None
     assert [str(loss) for loss in found] == ["inf on rank 3 in micro-batch 0"]
-    losses.add_all([torch.ones(()), torch.ones(())])
+    losses.add([torch.ones(()), torch.ones(())])
     assert (losses.count, non_finite_losses(losses.take(), 0)) == (2, ())
-    losses.add_all(iter([torch.ones(())]))
+    losses.add(iter([torch.ones(())]))
     assert losses.take() is None
 
 
@@ -225,10 +209,9 @@ def test_one_ranks_lost_loss_is_every_ranks() -> None:
     bad = NonFiniteLoss(1, 0, math.nan)
     entries = (_entry("a", 0, 0),)
     for losses, expected in (([(), (bad,)], False), ([None, (bad,)], False), ([None, ()], None), ([(), ()], True)):
-        ranks = [OwnOverflows(3, 8.0, None, entries, losses=one) for one in losses]
+        ranks = [OverflowReport(3, 8.0, entries, losses=one) for one in losses]
         assert merged(ranks).loss_was_finite is expected
-    alone = OwnOverflows(3, 8.0, None, entries, losses=()).report()
-    assert alone.loss_was_finite is None  # its gradients are sums over ranks
+    assert OverflowReport(3, 8.0, entries, losses=()).loss_was_finite is None  # its gradients are sums over ranks
 
 
 def test_the_order_of_the_model_tells_the_origin() -> None:
@@ -263,19 +246,6 @@ def test_a_scaler_names_sparse_gradients_and_those_given_by_hand() -> None:
     scaler.step(inner)
     scaler.update()
     assert rows_of(scaler.last_overflow()) == [("weight", 0, "nan", 0, 6)]
-
-
-def test_numbers_of_an_accelerator_are_read_when_they_are_asked_for() -> None:
-    """What was counted there of a gradient becomes the entry that a CPU makes at once; finite ones have none."""
-    values: list[list[float]] = [[math.nan, 1.0, -math.inf, 2.0, math.nan], [math.nan], [3.0], [0.0], []]
-    grads = [torch.tensor(one) for one in values]
-    at_once, late = SeenInBackward(), SeenInBackward()
-    for index, grad in enumerate(grads):
-        at = WatchedParam(f"w{index}", index)
-        at_once.add(at, 1, grad)
-        late._unread.append(_Unread(at, 1, grad.numel(), describe_non_finite(grad)))
-    assert late.entries() == at_once.entries()
-    assert [(one.num_inf, one.num_nan, one.num_non_finite) for one in late.entries()] == [(1, 2, 3), (0, 1, 1)]
 
 
 def test_gradients_given_by_hand_are_reported() -> None:
@@ -498,15 +468,19 @@ def _entry(name: str, rank: int, place: int) -> OverflowEntry:
     return OverflowEntry(name, rank, None, 1, 0, 1, 8, 1.0, place)
 
 
+def _watched(seen: tuple[OverflowEntry, ...], at_the_step: tuple[OverflowEntry, ...]) -> OverflowReport:
+    return OverflowReport(3, 8.0, seen, before_reduction=True, at_the_step=at_the_step)
+
+
 def test_ranks_are_merged() -> None:
     """Own gradients count before reduced ones, which are told of once where all ranks have them alike."""
-    spread = [OwnOverflows(3, 8.0, None, (_entry("a", rank, 0),)) for rank in range(3)]
+    spread = [OverflowReport(3, 8.0, (_entry("a", rank, 0),)) for rank in range(3)]
     assert [(one.parameter, one.rank) for one in merged(spread).entries] == [("a", None)]
-    one_rank = [OwnOverflows(3, 8.0, None, (_entry("a", 1, 0),)), OwnOverflows(3, 8.0, None, ())]
+    one_rank = [OverflowReport(3, 8.0, (_entry("a", 1, 0),)), OverflowReport(3, 8.0, ())]
     assert [one.rank for one in merged(one_rank).entries] == [1]
-    own = [OwnOverflows(3, 8.0, (_entry("b", 1, 1),), (_entry("a", 1, 0),)), OwnOverflows(3, 8.0, (), ())]
+    own = [_watched((_entry("b", 1, 1),), (_entry("a", 1, 0),)), _watched((), ())]
     assert [one.parameter for one in merged(own).entries] == ["b"]
-    in_the_sum = [OwnOverflows(3, 8.0, (), (_entry("a", rank, 0),)) for rank in range(2)]
+    in_the_sum = [_watched((), (_entry("a", rank, 0),)) for rank in range(2)]
     report = merged(in_the_sum)
     assert [(one.parameter, one.rank) for one in report.entries] == [("a", None)]
     *_, row, note = str(report).splitlines()
@@ -518,7 +492,7 @@ def test_ranks_are_merged() -> None:
 def test_origin_where_micro_batches_are_unknown() -> None:
     """An unknown one may be the first, and comes before a known later one; of several ranks the lowest is named."""
     late = replace(_entry("b", 0, 1), micro_batch=1)
-    ranks = [OwnOverflows(3, 8.0, (late,), ()), *(OwnOverflows(3, 8.0, (_entry("a", n, 0),), ()) for n in (2, 1))]
+    ranks = [_watched((late,), ()), *(_watched((_entry("a", n, 0),), ()) for n in (2, 1))]
     origin = merged(ranks).origin
     assert origin is not None
     assert (origin.parameter, origin.micro_batch, origin.rank) == ("a", None, 1)
@@ -527,9 +501,9 @@ def test_origin_where_micro_batches_are_unknown() -> None:
 
 def test_a_line_names_ranks_and_kind() -> None:
     """One rank or all, and what is known of the kind."""
-    everywhere = merged([OwnOverflows(3, 8.0, None, (_entry("a", rank, 0),)) for rank in range(3)])
+    everywhere = merged([OverflowReport(3, 8.0, (_entry("a", rank, 0),)) for rank in range(3)])
     unknown = replace(_entry("a", 1, 0), num_inf=None, num_nan=None)
-    one_rank = merged([OwnOverflows(3, 8.0, (), ()), OwnOverflows(3, 8.0, (unknown,), ())])
+    one_rank = merged([_watched((), ()), _watched((unknown,), ())])
     assert "likely from 'a' (all ranks: 1 of 8 inf); skip 3, the next line is about skip 6" in line_of(everywhere, 3)
     assert "likely from 'a' (rank 1: 1 of 8 inf or nan);" in line_of(one_rank, 1)
 
@@ -539,7 +513,7 @@ def test_the_module_of_the_first_forward_is_told() -> None:
     numbers = TensorStatistics(0.0, 1.0, 0.5, 0.0, torch.float16)
     seen = [("c", "backward", 0), ("a", "forward", 2), None, ("b", "forward", 1), ("d", "forward", 1)]
     ranks = [
-        OwnOverflows(3, 8.0, None, (), None if one is None else NonFiniteModule(*one, numbers, numbers, rank))
+        OverflowReport(3, 8.0, (), module=None if one is None else NonFiniteModule(*one, numbers, numbers, rank))
         for rank, one in enumerate(seen)
     ]
     module = merged(ranks).module
@@ -549,7 +523,7 @@ def test_the_module_of_the_first_forward_is_told() -> None:
 
 def test_long_reports_are_cut() -> None:
     """A table of many rows is cut, and shows the origin all the same."""
-    report = merged([OwnOverflows(3, 8.0, tuple(_entry(f"p{place}", 0, place) for place in range(100)), ())])
+    report = _watched(tuple(_entry(f"p{place}", 0, place) for place in range(100)), ())
     lines = str(report).splitlines()
     assert len(lines) == 2 + 32 + 1
     assert lines[-2].startswith("p99 <- likely origin")
