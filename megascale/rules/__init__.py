@@ -8,7 +8,6 @@ import torch
 from megascale.rules.adam import AdamHyper, AdamRule
 from megascale.rules.lion import LionHyper, LionRule
 from megascale.rules.muon import MuonHyper, MuonRule
-from megascale.rules.own_steps import TORCH_STEPS
 from megascale.rules.rule import (
     CODE_DTYPES,
     FIRST,
@@ -17,7 +16,6 @@ from megascale.rules.rule import (
     SECOND_DTYPE,
     Hyper,
     Moment,
-    OwnStep,
     Rule,
     Variant,
 )
@@ -51,15 +49,15 @@ MOMENTS = _moments()
 MOMENT_CODES = {moment.name: moment.codes for moment in ADAM.moments if moment.codes is not None}
 """The moments that may be 8-bit codes, of Adam and AdamW only, and the dtype of these."""
 
-OWN_STEPS: dict[type[torch.optim.Optimizer], OwnStep] = TORCH_STEPS | {
-    kind: rule.own_step for rule in RULES for kind in rule.kinds if rule.own_step is not None
-}
-"""By exact type: what torch's own ``step()`` reads."""
 ELEMENTWISE = frozenset(
-    {kind for kind, rule in BY_KIND.items() if rule.is_elementwise}
-    | {kind for kind, step in TORCH_STEPS.items() if step.is_elementwise}
+    {
+        *(kind for kind, rule in BY_KIND.items() if rule.is_elementwise),
+        *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam),
+        *(torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
+    }
 )
-"""Optimizers that update each element from its own gradient and state, so that a parameter can be cut anywhere."""
+"""By exact type: optimizers that update each element from its own gradient and state, so that a parameter can be cut
+anywhere. Those of torch that have no rule run their own ``step()``."""
 
 
 def kinds_without(dtype_field: str) -> tuple[type[torch.optim.Optimizer], ...]:
@@ -81,7 +79,6 @@ __all__ = [
     "MOMENTS",
     "MOMENT_CODES",
     "MUON",
-    "OWN_STEPS",
     "RULES",
     "SECOND",
     "SECOND_DTYPE",
@@ -92,7 +89,6 @@ __all__ = [
     "LionHyper",
     "Moment",
     "MuonHyper",
-    "OwnStep",
     "Rule",
     "SgdHyper",
     "Variant",

@@ -17,7 +17,6 @@ from megascale.rules.rule import (
     Hyper,
     Moment,
     Options,
-    OwnStep,
     Rule,
     Values,
     Variant,
@@ -56,11 +55,6 @@ class AdamRule(Rule):
     optional_state = ("max_exp_avg_sq",)
     kernel = "adam_"
     decoupled = (torch.optim.AdamW,)
-    own_step = OwnStep(
-        ("step", "exp_avg", "exp_avg_sq"),
-        switched={"max_exp_avg_sq": lambda options: bool(options["amsgrad"])},
-        read_once=("lr", "betas"),
-    )
     variants: ClassVar[Mapping[str, Variant]] = {
         "adamw": Variant(torch.optim.AdamW, {"amsgrad": False}),
         "adam": Variant(torch.optim.Adam, {"amsgrad": False}),

@@ -59,33 +59,6 @@ class Variant:
     options: Options = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class OwnStep:
-    """What an optimizer of torch reads in its own ``step()``, copied from torch's source.
-
-    Attributes:
-        state: that is read once there is any.
-        switched: state that torch creates, as zeros, at a parameter's first step only where an option asks for it.
-        of_matrices, of_others: state read beside ``state``: of parameters with two dimensions or more, and of others.
-        read_once: options that torch turns into 0-d tensors.
-        no_tensors: options that torch's foreach loops take as Python numbers only.
-        is_elementwise: each element is updated from its own gradient and state, so that a parameter can be cut
-            anywhere.
-        loops_by_itself: without ``foreach`` torch updates one tensor at a time, on every device.
-        computes_with_counts: with the tensors in which it counts, not with their values.
-    """
-
-    state: tuple[str, ...]
-    switched: Mapping[str, Callable[[Options], bool]] = field(default_factory=dict)
-    of_matrices: tuple[str, ...] = ()
-    of_others: tuple[str, ...] = ()
-    read_once: tuple[str, ...] = ("lr",)
-    no_tensors: tuple[str, ...] = ()
-    is_elementwise: bool = True
-    loops_by_itself: bool = False
-    computes_with_counts: bool = False
-
-
 class Rule:
     """One optimizer whose update runs on kernels. A rule has no state; options are those of a param group.
 
@@ -99,9 +72,9 @@ class Rule:
         optional_state: that may be missing, as an option that needs it can be switched on at any time.
         kernel: the method of a backend that runs it; where a backend has none, the reference's runs. None: the rule is
             no single kernel, and :func:`megascale.step.update_selection.select_update` knows its update.
-        is_elementwise: see :class:`OwnStep`.
+        is_elementwise: each element is updated from its own gradient and state, so that a parameter can be cut
+            anywhere.
         decoupled: of ``kinds``, those whose weight decay shrinks weights rather than adding to gradients.
-        own_step: what torch's own ``step()`` reads, checked where it must run. None: not known.
         variants: by the names that :func:`megascale.estimation.estimate` takes.
         fields: by fields of OptimizerConfig that are this rule's: what an optimizer has there. Empty: it has none.
     """
@@ -116,7 +89,6 @@ class Rule:
     kernel: ClassVar[str | None]
     is_elementwise: ClassVar[bool] = True
     decoupled: ClassVar[tuple[type[torch.optim.Optimizer], ...]] = ()
-    own_step: ClassVar[OwnStep | None] = None
     variants: ClassVar[Mapping[str, Variant]]
     fields: ClassVar[Mapping[str, Values]] = {}
 

@@ -17,12 +17,11 @@ from megascale.kernels import (
     memory_fault,
 )
 from megascale.main_params.main_param import MainParam
-from megascale.rules import BY_KIND, KINDS, OWN_STEPS
+from megascale.rules import BY_KIND, KINDS
 from megascale.step.decoded import held_params
 from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import rate
 from megascale.step.lending import holders_of, is_narrow, lent, narrow_names
-from megascale.step.own_state import check_options, check_state, complete_state
 from megascale.step.torch_states import state_of, widen, with_tensor_counts
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import is_cut, to_local
@@ -38,7 +37,8 @@ class GeneralUpdate(InnerUpdate):
         self.backend = backend
         self.inner_step = inner_step or InnerStep(optimizer)
         # Of these it is known that they keep no 16-bit state of their own accord, and hold no other optimizer.
-        self._is_torchs = type(optimizer) in OWN_STEPS or type(optimizer) in BY_KIND
+        kind = type(optimizer)
+        self._is_torchs = kind in BY_KIND or kind.__module__.startswith("torch.optim.")
         self._holders = {"": optimizer}  # found in the first half of a step, for the second
 
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
@@ -69,7 +69,6 @@ class GeneralUpdate(InnerUpdate):
     def check_options(self, options: dict[str, Any]) -> None:
         if "lr" in options:
             rate(options)
-        check_options(self.optimizer, options)
 
     @override
     def readable_state(self, name: str, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -99,22 +98,14 @@ class GeneralUpdate(InnerUpdate):
         return []
 
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        """See :class:`InnerUpdate`. Of optimizers that are not torch's only memory and learning rate are checked.
+        """See :class:`InnerUpdate`. What else the optimizer's ``step()`` reads is its own affair.
 
         Raises UsageError, naming the parameter, for state without memory, and ArgumentError for a learning rate
-        that is neither a number nor a tensor of one; see :mod:`megascale.step.own_state` for those of torch. Nothing
-        has changed then.
+        that is neither a number nor a tensor of one. Nothing has changed then.
         """
         for pending in updates:
             self.check_options(pending.options)
-        every = [(pending.options, param) for pending in updates for param in pending.params]
-        self.require_usable_state(param for _, param in every)
-        for options, param in every:
-            if param.is_owned:
-                check_state(self.optimizer, options, param, state_of(self.optimizer, param))
-        for options, param in every:
-            if param.is_owned:
-                complete_state(self.optimizer, options, param, state_of(self.optimizer, param))
+        self.require_usable_state(param for pending in updates for param in pending.params)
         return [replace(pending, call=None) for pending in updates]
 
     def require_usable_state(self, params: Iterable[MainParam]) -> None:

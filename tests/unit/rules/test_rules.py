@@ -13,7 +13,6 @@ import megascale
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.kernels import Operands, ReferenceBackend, TorchBackend
 from megascale.rules import BY_NAME, CONFIGURABLE, FIRST, KINDS, MOMENT_CODES, MOMENTS, RULES, SECOND, VARIANTS, Rule
-from megascale.rules.own_steps import TORCH_STEPS
 from megascale.state.schema import IMPLEMENTATION_OPTIONS
 from megascale.step.kernel_update import KernelUpdate
 
@@ -83,19 +82,6 @@ def test_messages_list_moments_first_ones_before_second_ones() -> None:
     fields = [moment.field for moment in MOMENTS.values()]
     assert fields == sorted(fields, key=[FIRST, SECOND].index)
     assert {name: moment.codes for name, moment in MOMENTS.items() if moment.codes is not None} == MOMENT_CODES
-
-
-def test_torchs_own_step_finds_its_state(rule: Rule) -> None:
-    """With step hooks torch's own ``step()`` runs on what kernels have left, and a step later kernels on the rest."""
-    for variant in rule.variants.values():
-        options = _built(rule, variant.kind).defaults | variant.options
-        kept = {*rule.state_names(options), *(["step"] if rule.counts_steps(options) else [])}
-        assert rule.own_step is None or set(rule.own_step.state) <= kept
-
-
-def test_an_optimizer_stands_in_one_table() -> None:
-    """What torch's own ``step()`` reads of an optimizer with a rule is in the rule."""
-    assert set(TORCH_STEPS).isdisjoint(KINDS)
 
 
 class _WithoutLion(TorchBackend):
