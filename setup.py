@@ -1,11 +1,7 @@
-"""Builds wheels: they bring native.c, compiled for each level of CPUs. All else is in pyproject.toml."""
+"""Compiles native.c for each level of CPUs, into wheels and editable installs. All else is in pyproject.toml."""
 
-import os
 import runpy
-import shlex
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +10,6 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-COMPILE_SECONDS = 600
 
 levels = SimpleNamespace(**runpy.run_path(str(ROOT / "megascale/kernels/native/levels.py")))
 
@@ -25,44 +20,18 @@ class BuildPackage(build_py):
     has_libraries = False
 
     def run(self) -> None:
-        """Build the package; an editable one, a clone, gets no libraries."""
+        """Build the package; the libraries of an editable one lie beside their sources."""
         super().run()
-        if self.editable_mode:
-            return
-        folder = Path(self.build_lib) / levels.FOLDER.relative_to(ROOT)
-        shutil.rmtree(folder, ignore_errors=True)  # an earlier build's
-        folder.mkdir(parents=True)
-        for name in levels.levels_here():
-            try:
-                content = compiled(name)
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
-                self.warn(f"this wheel has no library {name!r} of native.c: {error}")
-            else:
-                (folder / levels.file_name(name, content)).write_bytes(content)
-                self.has_libraries = True
+        folder = levels.FOLDER
+        if not self.editable_mode:
+            folder = Path(self.build_lib) / folder.relative_to(ROOT)
+            shutil.rmtree(folder, ignore_errors=True)  # an earlier build's
+        for name, reason in levels.build(folder).items():
+            self.warn(f"there is no library {name!r} of native.c: {reason}")
+        self.has_libraries = any(folder.iterdir())
         if not self.has_libraries:
             folder.rmdir()
-            self.warn("this wheel is pure: without a compiler its users have no native backend")
-
-
-def compiled(name: str) -> bytes:
-    """Return native.c, compiled for a level.
-
-    Raises OSError, ValueError or SubprocessError; what the compiler says is in the build's log.
-    """
-    compiler = (
-        shlex.split(os.environ.get("CC", "")) or list(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))[:1]
-    )
-    if not compiler:
-        raise OSError("there is no C compiler; install gcc, or set CC")
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "library.so"
-        for command in levels.commands(compiler, name, target):
-            subprocess.run(command, check=True, timeout=COMPILE_SECONDS)
-        content = target.read_bytes()
-    if b"__kmpc_" in content:
-        raise ValueError("it calls another OpenMP than torch's libgomp; set CC to gcc")
-    return content
+            self.warn("without a library there is no native backend: torch's kernels run instead")
 
 
 class Wheel(bdist_wheel):

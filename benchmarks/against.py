@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from backend import print_backend
 from peers.in_turns import AMP, ON_RANKS, Turn, amp_turn, ranks_turn
 from peers.report import base_parser, place
 
@@ -173,6 +174,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float16,bfloat16", help="separated by commas")
     parser.add_argument("--states", default="float32", help=f"separated by commas, of {', '.join(HELD)}")
     given = parser.parse_args()
+    print_backend()
     lines = []
     for line in report(given):
         print(line, flush=True)

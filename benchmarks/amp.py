@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from backend import print_backend
 from peers.contenders import Entry
 from peers.report import PROBE, bandwidths_of, base_parser, bound_fractions, place, rows_of_rounds
 from peers.rounds import Bandwidth, Run, run_rounds
@@ -168,6 +169,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser = base_parser(__doc__, rounds=24)
     parser.add_argument("--tensors", type=int, default=200)
     arguments = parser.parse_args()
+    print_backend()
     if not 0 < arguments.tensors <= arguments.numel or arguments.rounds < 1:
         parser.error(f"--tensors {arguments.tensors} must be from 1 to --numel {arguments.numel}; --rounds at least 1")
     return arguments

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from backend import print_backend
 from torch import Tensor
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
@@ -253,6 +254,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="options of the training program")
     parser.add_argument("--out", type=Path, help="a file for the table")
     given = parser.parse_args()
+    print_backend()
     torch.set_num_threads(1)
     found = {}
     for task in given.tasks:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from backend import print_backend
 from peers.report import place
 from torch import Tensor, nn
 
@@ -219,6 +220,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
     parser.add_argument("--out", type=Path, help="write the tables to this file too")
     given = parser.parse_args()
+    print_backend()
     if given.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {given.rounds}")
     return given

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import svg
 import torch
+from backend import print_backend
 from peers.report import place
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -286,6 +287,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--draw", nargs=2, type=Path, metavar=("POINTS", "PICTURE"))
     given = parser.parse_args()
+    print_backend()
     if given.draw:
         points, picture = given.draw
         picture.write_text(draw(points), encoding="utf-8")

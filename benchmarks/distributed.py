@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from backend import print_backend
 from peers.given import Contender, GivenModel, Setup, given_grads
 from peers.measure import count_collectives, held_bytes, live_bytes, peak_bytes, reset_peak
 from torch import Tensor
@@ -407,6 +408,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="show the contenders, and how to install them")
     parser.add_argument("--out", type=Path, help="also write the table to this file, and every round beside it as .csv")
     arguments = parser.parse_args()
+    print_backend()
     if arguments.numel % arguments.tensors:
         parser.error(f"--numel {arguments.numel} must be a multiple of --tensors {arguments.tensors}")
     arguments.threads = arguments.threads or max(1, (os.cpu_count() or 1) // arguments.ranks)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from backend import print_backend
 from torch import Tensor
 
 from megascale.kernels.compact_moments import decode_moments, encode_moments
@@ -214,6 +215,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS, help="after which drift is measured")
     parser.add_argument("--out", type=Path, help="a file for the table")
     given = parser.parse_args()
+    print_backend()
     torch.set_num_threads(1)
     text = table(measure(tuple(given.steps)))
     print(text)

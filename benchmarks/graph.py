@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from backend import print_backend
 from torch import Tensor, nn
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, StepGraph
@@ -83,6 +84,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    print_backend()
     if not torch.cuda.is_available():
         print("benchmarks/graph.py: there is no CUDA device here", file=sys.stderr)
         return 2

@@ -34,6 +34,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import transformers
 import trl
+from backend import print_backend
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -285,6 +286,7 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, default=Path("grpo.svg"))
     parser.add_argument("--read", action="store_true", help="measure nothing: read --csv")
     options = parser.parse_args()
+    print_backend()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
     rows = read(options.csv) if options.read else measure(options)

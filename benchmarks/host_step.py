@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from backend import print_backend
 from peers.report import place
 from peers.rounds import Bandwidth, balanced_order, garbage_outside
 from torch import nn
@@ -214,6 +215,7 @@ def main() -> None:
     parser.add_argument("--prime-rl", type=Path, help="the folder cpu_adam of a clone of prime-rl; else it has no row")
     parser.add_argument("--out", type=Path, help="a file for the table")
     given = parser.parse_args()
+    print_backend()
     torch.set_num_threads(given.threads)
     times = measure(contenders(Work(given.numel, given.tensors), given.prime_rl), given.rounds)
     text = "\n".join(

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from backend import print_backend
 
 ROOT = Path(__file__).parents[1]
 NUMELS = [64, 72, 80, 88, 96, 104, 112]  # of one tensor after the other: a missing one changes the table
@@ -238,6 +239,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a checkout of megascale to compare with")
     parser.add_argument("--out", type=Path, help="write the table to this file, too")
     options = parser.parse_args()
+    print_backend()
     roots = {"before": options.before.resolve()} if options.before else {}
     roots["here"] = ROOT
     text = "\n".join(report(roots, [int(one) for one in options.tensors.split(",")], options.rounds, options.threads))

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from backend import print_backend
 from graph import optimizer_of
 from peers.contenders import OURS
 from peers.matrix import named
@@ -149,6 +150,7 @@ def main() -> int:
     parser.add_argument("--tensors", default="1,300,2000")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    print_backend()
     if not torch.cuda.is_available():
         print("benchmarks/kernels.py: there is no CUDA device here", file=sys.stderr)
         return 2

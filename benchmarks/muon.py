@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from backend import print_backend
 from peers import megatron_core
 from peers.given import Setup
 from peers.work import UnavailableError
@@ -265,6 +266,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of each rank (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write the table there")
     given = parser.parse_args()
+    print_backend()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(serve, args=(given, folder), nprocs=given.ranks)
 

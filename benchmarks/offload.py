@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from backend import print_backend
 from torch import Tensor, nn
 
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
@@ -285,6 +286,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    print_backend()
     device = torch.device(given.device)
     torch.mm(*(torch.zeros(8, 8, dtype=torch.bfloat16, device=device) for _ in range(2)))  # the library's workspace
     rows, parts, moves = measure(given, device)

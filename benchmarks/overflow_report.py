@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from backend import print_backend
 from torch import Tensor
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float16,bfloat16")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    print_backend()
     torch.set_num_threads(options.threads)
     from megascale.debug import reporting
 

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from backend import print_backend
 from torch import Tensor, nn
 
 from megascale import DistributedOptimizer, DynamicGradScaler, OptimizerConfig
@@ -312,6 +313,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="where to draw the timeline; needs matplotlib")
     parser.add_argument("--out", type=Path, help="also write the report to this file")
     arguments = parser.parse_args()
+    print_backend()
     arguments.threads = arguments.threads or max(1, (os.cpu_count() or 1) // arguments.ranks)
     return arguments
 

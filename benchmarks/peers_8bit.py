@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from backend import print_backend
 from torch.nn import Parameter
 
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
@@ -102,6 +103,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path, help="a file for the table")
     given = parser.parse_args()
+    print_backend()
     torch.set_num_threads(given.threads)
     text = table(measure(given))
     print(text)

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import svg
 import torch
+from backend import print_backend
 from peers import matrix
 from peers.contenders import BASELINE, OURS, PEERS, REFERENCE, Entry, backend_entry
 from peers.report import PROBE, bandwidths_of, base_parser, bound_fractions, place, rows_of_rounds
@@ -238,6 +239,7 @@ def arguments_of_command() -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="show the contenders, and how to install them")
     arguments = parser.parse_args()
+    print_backend()
     if arguments.states:
         vars(arguments).update(COMPACT, matrix=True)
     arguments.dtypes = arguments.dtypes or ",".join(DTYPES if arguments.matrix else DTYPES[:2])

@@ -32,6 +32,7 @@ PYTHONPATH=. "$python" -c 'import sys, torch; torch.cuda.is_available() or sys.e
 rm -f "$out"/{step,graph,kernels,offload}_gpu*  # an earlier run's must not pass for this one's
 
 # Without addopts: --strict-config refuses the settings of pytest-timeout where that is not installed.
+part "native.c" 120 "$python" megascale/kernels/native/levels.py
 part "tests" 240 "$python" -m pytest tests/gpu -q -o addopts=-ra
 part "step" 120 "$python" benchmarks/step.py --numel 400000000 --tensors 300 --rounds 12 --device cuda \
     --backends triton,torch --out "$out/step_gpu.md"

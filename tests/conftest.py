@@ -13,14 +13,14 @@ from hypothesis import settings
 from tests.fake_device.device import why_not
 from tests.fake_device.process import OnDevice
 from tests.levels import DEFAULT, UNKNOWN_CASES, leave_to_slow, processes
-from tests.needs import missing
+from tests.needs import missing, not_built
 from tests.pool import RankPool
 
 if not torch.accelerator.is_available():
     # Triton reads this once, when it is first imported. Ranks and other programs that tests start inherit it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Programs that tests start, and the processes of pytest-xdist, would compile the library anew: a second for each.
+# Programs that tests start, and the processes of pytest-xdist, would compile every module anew: a second for each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Ranks have one thread each. What is compared with them bit by bit must be too: threads change how a matmul rounds.
@@ -49,6 +49,12 @@ def on_device() -> Iterator[OnDevice]:
     processes = OnDevice()
     yield processes
     processes.close()
+
+
+def pytest_configure() -> None:
+    """Run no test on torch's kernels in place of native.c's, which could be there."""
+    if (reason := not_built()) is not None:
+        raise pytest.UsageError(reason)
 
 
 def pytest_collection_finish() -> None:

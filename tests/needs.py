@@ -5,6 +5,9 @@ parameters.
 """
 
 import functools
+import os
+import shlex
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 from megascale.errors import MegascaleError
-from megascale.kernels.compiler import find_compiler
+from megascale.kernels.native import levels
 from megascale.kernels.native.library import library
 
 COMPILERS = {"CC": ("cc", "gcc", "clang"), "CXX": ("c++", "g++", "clang++")}
@@ -26,14 +29,28 @@ def without_accelerator() -> str | None:
     return None if torch.accelerator.is_available() else "needs an accelerator"
 
 
-@functools.cache
 def without_native() -> str | None:
-    """Return why there is no library of native.c; None where there is one, compiled here or of a wheel."""
+    """Return why there is no library of native.c; None where there is one."""
     try:
         library()
     except MegascaleError as error:
-        return f"needs native.c's library, so a C compiler or a wheel: {str(error).splitlines()[0]}"
+        return str(error)
     return None
+
+
+def not_built() -> str | None:
+    """Return how to build native.c's library where it is missing, or of other sources, and could be built; else None.
+
+    Tests would pass on another backend than the one that they are about.
+    """
+    reason = without_native()
+    return reason if reason and levels.levels_here() and without_c() is None else None
+
+
+def compiler(variable: str) -> list[str]:
+    """Return the command in an environment variable, CC or CXX, else the first usual one; empty if there is none."""
+    found = filter(None, map(shutil.which, COMPILERS[variable]))
+    return shlex.split(os.environ.get(variable, "")) or list(found)[:1]
 
 
 def without_c() -> str | None:
@@ -74,13 +91,12 @@ def _strings(values: Iterable[object]) -> set[str]:
 
 @functools.cache
 def _without(variable: str) -> str | None:
-    compiler = find_compiler(variable, COMPILERS[variable])
-    if compiler is None:
+    if not compiler(variable):
         return f"needs a compiler: none of {', '.join(COMPILERS[variable])} is there"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "empty" + SUFFIXES[variable])
         source.write_text("int main(void) { return 0; }\n")
-        command = [*compiler, str(source), "-o", f"{folder}/empty"]
+        command = [*compiler(variable), str(source), "-o", f"{folder}/empty"]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=60)
         except (OSError, subprocess.SubprocessError) as error:

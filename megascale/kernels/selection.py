@@ -24,7 +24,7 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
 
     "auto" is what the environment variable MEGASCALE_BACKEND says, else the fastest one for ``device`` (None: the CPU):
     native on a CPU, triton on an accelerator. If that one does not work, a warning says why and torch is used. To find
-    out, this builds or loads native.c, or launches a Triton kernel on the accelerator.
+    out, this loads native.c's library, or launches a Triton kernel on the accelerator.
 
     Raises:
         ArgumentError: for an unknown name, from either source.

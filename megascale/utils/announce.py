@@ -24,17 +24,8 @@ def on_first_rank(make: Callable[[], str]) -> None:
 
     Raises ArgumentError for a value of MEGASCALE_QUIET that is neither 0 nor 1.
     """
-    if is_first_rank():
-        here(make)
-
-
-def is_first_rank() -> bool:
-    """Return whether this is rank 0 of the world, or the only process."""
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-
-
-def here(make: Callable[[], str]) -> None:
-    """Say it on any rank; see :func:`on_first_rank`."""
+    if not is_first_rank():
+        return
     is_quiet = validate.one_of(QUIET_VARIABLE, os.environ.get(QUIET_VARIABLE) or "0", ("0", "1")) == "1"
     is_logged = _logger.isEnabledFor(logging.INFO) and _logger.hasHandlers()
     if is_quiet or not (is_logged or _is_terminal()):
@@ -47,6 +38,11 @@ def here(make: Callable[[], str]) -> None:
         _logger.info("%s", text)
     else:
         print(f"megascale: {text}", file=sys.stderr, flush=True)
+
+
+def is_first_rank() -> bool:
+    """Return whether this is rank 0 of the world, or the only process."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _is_terminal() -> bool:

@@ -2,18 +2,21 @@
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
+import os
+import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
-from megascale.kernels.compiler import find_compiler
-from megascale.kernels.library_build import Recipe, load
 from tests.fake_device.record import WAITS, Call, Record, lines_of
-from tests.needs import COMPILERS, without_cxx
+from tests.needs import compiler, without_cxx
 
 SOURCE = Path(__file__).with_name("device.cpp")
 HEADERS = [SOURCE.with_name(name) for name in ("host_call.h", "late_streams.h", "memory.h", "report.h")]
@@ -41,26 +44,8 @@ def _torch_folder() -> Path:
 
 @functools.cache
 def library() -> ctypes.PyDLL:
-    """Return device.cpp, built on this machine once, loaded: from now on torch has CUDA, of :class:`FakeDevice`.
-
-    Raises CompilerError.
-    """
-    compiler = find_compiler("CXX", COMPILERS["CXX"])
-    if compiler is None:
-        raise LookupError("no C++ compiler")
-    recipe = Recipe(
-        compiler,
-        SOURCE,
-        compile_flags=(
-            *FLAGS,
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            "-isystem",
-            str(_torch_folder() / "include"),
-        ),
-        link_flags=(f"-L{_torch_folder() / 'lib'}", *(f"-l{name}" for name in LIBRARIES)),
-        depends=(torch.__version__, *(header.read_text() for header in HEADERS)),
-    )
-    loaded = load(recipe, ctypes.PyDLL)
+    """Return device.cpp, built on this machine once, loaded: from now on torch has CUDA, of :class:`FakeDevice`."""
+    loaded = ctypes.PyDLL(str(_built()))
     loaded.report_device_calls.argtypes, loaded.report_device_calls.restype = [_REPORT], None
     loaded.resize_device_storage.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     loaded.resize_device_storage.restype = None
@@ -69,6 +54,26 @@ def library() -> ctypes.PyDLL:
     loaded.order_device_streams.restype = ctypes.c_uint64
     loaded.most_device_bytes.restype = ctypes.c_uint64
     return loaded
+
+
+def _built() -> Path:
+    """Return the library, which processes and checkouts of this machine share. Of several processes one compiles."""
+    command = [
+        *(*compiler("CXX"), *FLAGS, "-shared"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *("-isystem", str(_torch_folder() / "include"), f"-L{_torch_folder() / 'lib'}"),
+    ]
+    linked = [f"-l{name}" for name in LIBRARIES]
+    made_of = [*command, *linked, torch.__version__, *(source.read_text() for source in (SOURCE, *HEADERS))]
+    folder = Path(tempfile.gettempdir(), f"megascale-tests-{os.geteuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"device-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:24]}.so"
+    with FileLock(library.with_suffix(".lock")):
+        if not library.exists():
+            unfinished = library.with_suffix(".part")
+            subprocess.run([*command, str(SOURCE), "-o", str(unfinished), *linked], check=True, timeout=600)
+            unfinished.replace(library)
+    return library
 
 
 ORDERS = ("at once", "late", "side first", "random")

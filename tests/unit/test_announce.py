@@ -1,12 +1,10 @@
-"""Lines at the start: what was built, on rank 0; and that native code is compiled. They can be switched off."""
+"""The line at the start: what was built, on rank 0. It can be switched off."""
 
-import ctypes
 import logging
 import os
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +12,6 @@ from torch import nn
 
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError
-from megascale.kernels import library_build
-from megascale.kernels.compiler import find_compiler, machine_flag
-from megascale.kernels.native import library
 from megascale.utils import announce
 from tests.pool import RankPool
 from tests.terminal import terminal
@@ -152,47 +147,3 @@ def test_a_step_reads_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert announce.QUIET_VARIABLE not in read
     _build()
     assert announce.QUIET_VARIABLE in read
-
-
-# Native code
-
-
-@pytest.mark.c_compiler
-def test_compiling_says_what_how_long_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the compiler runs; a library from the cache is loaded without a word."""
-    monkeypatch.setenv(library_build.CACHE_VARIABLE, str(tmp_path / "cache"))
-    source = tmp_path / "answer.c"
-    source.write_text("int answer(void) { return 42; }\n")
-    compiler = find_compiler("CC", ("cc", "gcc", "clang"))
-    assert compiler is not None
-    recipe = library_build.Recipe(compiler, source, ("-fPIC",), seconds=7)
-    with terminal() as shown:
-        library_build.load(recipe, ctypes.CDLL)
-        assert shown().splitlines() == [
-            f"megascale: compiling answer.c with {' '.join(compiler)}, once for this kind of machine: about 7 s on an "
-            f"idle core, longer on a busy one; kept in {tmp_path / 'cache'}"
-        ]
-        announce._told.clear()
-        library_build.load(recipe, ctypes.CDLL)
-        assert shown() == ""
-
-
-def test_both_libraries_say_how_long_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of native.c one set of instructions is compiled, this machine's: another only where the compiler refuses that."""
-    recipes: list[library_build.Recipe] = []
-
-    def record(recipe: library_build.Recipe, open_library: object) -> None:
-        recipes.append(recipe)
-        raise _Enough
-
-    monkeypatch.setattr(library, "load", record)
-    monkeypatch.setattr(library, "find_compiler", lambda *_: ("cc",))
-    with pytest.raises(_Enough):
-        library._compiled()
-    [recipe] = recipes
-    assert machine_flag() in recipe.compile_flags
-    assert recipe.seconds > 0
-
-
-class _Enough(Exception):
-    """Ends a search for flags at the first."""

@@ -5,6 +5,7 @@ import csv
 import importlib
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from megascale.kernels.native import levels
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 280
@@ -298,3 +301,35 @@ def test_a_number_above_its_ceiling_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == ["tests: 11, and its ceiling is 10", "new: 1, and its ceiling is 0"]
     source = '"""Text."""\nimport os\ndef f():\n    """Text."""\n    # why\n    if os: return (1,\n      2)\n'
     assert sum(map(structure.is_counted, ast.walk(ast.parse(source)))) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.c_compiler
+def test_benchmarks_print_the_backend_or_refuse(tmp_path: Path) -> None:
+    """Times of torch's kernels would pass for native.c's: beside other sources the command to build it is all."""
+    if not levels.levels_here():
+        pytest.skip("no library is made for this kind of machine")
+    copy = tmp_path / "clone"
+    ignored = shutil.ignore_patterns("__pycache__", "results")
+    for name in ("megascale", "benchmarks"):
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    (copy / "setup.py").touch()
+    command = [
+        sys.executable,
+        str(copy / "benchmarks/graph.py"),
+        "--numel",
+        "9",
+        "--tensors",
+        "1",
+        "--backends",
+        "torch",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    assert "megascale's backend: native (" in done.stderr
+    with (copy / "megascale/kernels/native/native.c").open("a") as source:
+        source.write("\n")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    assert done.returncode == 1
+    assert "older than its sources" in done.stderr
+    assert f"pip install --no-deps -e {copy}" in done.stderr

@@ -1,6 +1,5 @@
 """What is handed to others is whole: the source distribution, the wheel, and the version that all files tell."""
 
-import json
 import os
 import re
 import shutil
@@ -10,8 +9,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +21,8 @@ from megascale.version import VERSION
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
+LIBRARIES = levels.FOLDER.relative_to(ROOT)
+FUNCTIONS = ("measure", "update", "update_compact", "hold", "total", "decide", "rescale")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])"
 
 
@@ -35,7 +35,7 @@ def _tracked() -> list[str]:
 
 
 def _build(kind: str, source: Path, out: Path, **environment: str) -> tuple[Path, str]:
-    """Return the ``kind`` ("sdist" or "wheel") that setuptools makes of ``source``, and the build's log."""
+    """Return the ``kind`` ("sdist", "wheel" or "editable") that setuptools makes of ``source``, and the build's log."""
     pytest.importorskip("setuptools", minversion="77")
     command = [sys.executable, "-c", BUILD, kind, str(out)]
     done = subprocess.run(
@@ -48,17 +48,18 @@ def _build(kind: str, source: Path, out: Path, **environment: str) -> tuple[Path
         check=True,
         timeout=280,
     )
-    [made] = out.iterdir()
+    [made] = out.glob("megascale-*")
     return made, done.stdout
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the source distribution of all tracked files unpacks to."""
+    """What the source distribution of all tracked files unpacks to, with a native.c that compiles in no time."""
     clone, folder = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("sdist")
     for name in _tracked():
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name, follow_symlinks=False)
+    (clone / levels.SOURCE.relative_to(ROOT)).write_text("".join(f"void {name}(void) {{}}\n" for name in FUNCTIONS))
     with tarfile.open(_build("sdist", clone, folder)[0]) as archive:
         archive.extractall(folder, filter="data")
     return folder / f"megascale-{VERSION}"
@@ -79,17 +80,11 @@ def test_source_distribution_and_wheel_are_whole(source: Path, wheel: Path) -> N
     assert [name for name in tracked if not (source / name).exists() and name != ".gitignore"] == []
     with zipfile.ZipFile(wheel) as opened:
         packed = opened.namelist()
-        libraries = {name: opened.read(name) for name in packed if "/prebuilt/" in name}
+    libraries = [name for name in packed if Path(name).parent == LIBRARIES]
+    assert sorted(Path(name).name.partition("-")[0] for name in libraries) == sorted(levels.levels_here())
     assert sorted(name for name in packed if ".dist-info/" not in name and name not in libraries) == sorted(
         name for name in tracked if name.startswith("megascale/")
     )
-    folder = PurePosixPath("megascale/kernels/native/prebuilt")
-    expected = {
-        str(folder / levels.file_name(PurePosixPath(name).name.split("-")[0], content)): content
-        for name, content in libraries.items()
-    }
-    assert libraries == expected
-    assert sorted(PurePosixPath(name).name.split("-")[0] for name in libraries) == sorted(levels.levels_here())
     tags = wheel.stem.split("-")[2:]
     assert tags[:2] == ["py3", "none"]
     assert (tags[2] != "any") == bool(libraries)
@@ -97,64 +92,72 @@ def test_source_distribution_and_wheel_are_whole(source: Path, wheel: Path) -> N
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("compiler", ["false", "surely-no-compiler", "gcc 'half"])
-def test_wheel_that_cannot_be_compiled_is_pure(compiler: str, source: Path, tmp_path: Path) -> None:
-    """A compiler that fails, is not there or is no command: a wheel for any machine, and the build's log says so."""
-    made, told = _build("wheel", source, tmp_path, CC=compiler)
+def test_wheel_that_cannot_be_compiled_is_pure(source: Path, wheel: Path, tmp_path: Path) -> None:
+    """A wheel for any machine, and the build's log says so, also where an earlier build has left libraries."""
+    made, told = _build("wheel", source, tmp_path, CC="false")
     assert made.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(made) as opened:
-        assert [name for name in opened.namelist() if "prebuilt" in name and not name.endswith(".py")] == []
-    assert "this wheel has no library 'baseline'" in told or not levels.levels_here()
-    assert "this wheel is pure" in told
+        assert [name for name in opened.namelist() if name.endswith(".so")] == []
+    assert "there is no library 'baseline' of native.c" in told or not levels.levels_here()
+    assert "there is no native backend" in told
 
 
-@pytest.fixture(scope="module")
-def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has the wheel, and beside it what this one has, such as torch."""
-    folder = tmp_path_factory.mktemp("bare")
+def _environment(folder: Path, *packages: Path) -> Path:
+    """Return the Python of an environment that has what this one has, such as torch, and ``packages``."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
-    python = folder / "bin" / "python"
-    install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *install], check=True, timeout=120)
-    [packages] = folder.glob("lib/python*/site-packages")
-    (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    return python
+    [site] = folder.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text("".join(f"{path}\n" for path in (*packages, Path(torch.__file__).parents[1])))
+    return folder / "bin/python"
 
 
-def _trained(python: Path, folder: Path, **environment: str) -> dict[str, Any]:
-    """Return what tests/wheel_training.py prints; without a compiler unless ``environment`` has a PATH."""
-    outside = {
-        key: value for key, value in os.environ.items() if not key.startswith(("MEGASCALE_", "PYTHON", "CC", "CXX"))
-    }
-    outside |= {"PATH": "/nowhere", "MEGASCALE_CACHE_DIR": str(folder / "cache")} | environment
-    command = [str(python), "-W", "error::UserWarning", str(ROOT / "tests" / "wheel_training.py")]
-    done = subprocess.run(command, cwd=folder, env=outside, capture_output=True, text=True, timeout=250)
+CHOSEN = """
+import megascale
+from megascale.kernels.native.library import library
+print(megascale.__file__, megascale.kernels.select_backend().name, library()._name)
+"""
+
+
+def _chosen(python: Path, folder: Path) -> list[str]:
+    """Return where megascale lies, which backend is the default, and which library that has; without a compiler."""
+    outside = {key: value for key, value in os.environ.items() if not key.startswith(("MEGASCALE_", "PYTHON"))}
+    command = [str(python), "-W", "error::UserWarning", "-c", CHOSEN]
+    done = subprocess.run(
+        command, cwd=folder, env=outside | {"PATH": "/nowhere"}, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert Path(found["file"]).is_relative_to(python.parents[1])
-    return found
+    return done.stdout.split()
 
 
 @pytest.mark.release
 @pytest.mark.skipif(not levels.supported(), reason="no library is made for this kind of machine")
-def test_wheel_trains_the_same_bits_without_a_compiler(bare: Path, tmp_path: Path) -> None:
-    """With no compiler on the machine the default is `native`, by the highest level's library; at each level, and as
-    compiled here, all rules, dtypes and moments give the same bits; without clipping they are the reference's.
-    """
-    compiled = _trained(bare, tmp_path, PATH=os.environ["PATH"])
-    assert compiled["backend"] == "native"
-    assert compiled["said"] == []
-    found = {"": _trained(bare, tmp_path)}
-    found |= {name: _trained(bare, tmp_path, MEGASCALE_NATIVE_LIBRARY=name) for name in levels.supported()}
-    for name, ours in found.items():
-        assert ours["backend"] == "native"
-        assert f"native.c's library {name or levels.supported()[0]}, of the wheel" in ours["said"]
-        assert ours["digests"] == compiled["digests"]
-    reference = _trained(bare, tmp_path, MEGASCALE_BACKEND="reference")
-    assert reference["backend"] == "reference"
-    unclipped = {case: found for case, found in compiled["digests"].items() if case.endswith("unclipped")}
-    assert len(unclipped) == 48
-    assert unclipped == {case: reference["digests"][case] for case in unclipped}
+def test_wheel_brings_the_native_backend(wheel: Path, tmp_path: Path) -> None:
+    """On a machine without a compiler; the library is that of the highest level that this CPU has."""
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(tmp_path / "site")
+    python = _environment(tmp_path / "environment", tmp_path / "site")
+    file, backend, library = _chosen(python, tmp_path)
+    assert Path(file).is_relative_to(tmp_path)
+    assert backend == "native"
+    assert library.startswith(str(tmp_path / "site" / LIBRARIES / levels.supported()[0]))
+
+
+@pytest.mark.release
+@pytest.mark.skipif(not levels.supported(), reason="no library is made for this kind of machine")
+def test_editable_install_builds_what_it_runs(source: Path, tmp_path: Path) -> None:
+    """Beside its sources; libraries of earlier sources go. A clone that is not installed has none."""
+    clone = shutil.copytree(source, tmp_path / "clone", ignore=shutil.ignore_patterns("build"))
+    python = _environment(tmp_path / "environment", clone)
+    stale = clone / LIBRARIES / "baseline-of-earlier-sources.so"
+    stale.parent.mkdir()
+    stale.touch()
+    with pytest.raises(AssertionError, match=r"older than its sources; .* -m pip install --no-deps -e "):
+        _chosen(python, tmp_path)
+    (tmp_path / "wheel").mkdir()
+    _build("editable", clone, tmp_path / "wheel")
+    assert sorted(path.name.partition("-")[0] for path in stale.parent.iterdir()) == sorted(levels.levels_here())
+    _, backend, library = _chosen(python, tmp_path)
+    assert backend == "native"
+    assert library.startswith(str(stale.with_name(levels.supported()[0])))
 
 
 def test_version_is_one() -> None:

@@ -317,7 +317,7 @@ def test_the_wheel_has_every_file_and_the_same_version() -> None:
     package = ROOT / "megascale"
     patterns = project["tool"]["setuptools"]["package-data"]["megascale"]
     packed = {path for pattern in patterns for path in package.glob(pattern)}
-    built = {"__pycache__", "prebuilt"}  # setup.py puts libraries into a wheel's; .ci/machines, beside the sources
+    built = {"__pycache__", "libraries"}  # setup.py puts libraries there
     files = {path for path in package.rglob("*") if path.is_file() and not built.intersection(path.parts)}
     assert {path for path in files if path.suffix != ".py"} == packed
     assert {path.name for path in packed if path.suffix == ".yaml"} == {"digits.yaml", "text.yaml"}

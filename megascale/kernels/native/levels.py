@@ -1,20 +1,29 @@
-"""The levels of CPUs that native.c is compiled for where a wheel is built, and the libraries' names.
+"""The levels of CPUs that native.c is compiled for when megascale is installed, and how: one library per level.
 
-setup.py runs this file by its path: it needs nothing but the standard library.
+setup.py runs this file by its path, and so may you where there is no package index: it needs nothing but the standard
+library. The name of a library has a hash of all that it is made of, so that none is loaded beside other sources.
 """
 
 import hashlib
+import os
 import platform
 import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("native.c")
 HEADERS = "".join(header.read_text() for header in sorted(SOURCE.parent.glob("*.h")))
-FOLDER = Path(__file__).with_name("prebuilt")
-"""Where a wheel has the libraries; a clone has no such folder."""
+FOLDER = Path(__file__).with_name("libraries")
+"""Where the libraries are, in an installation as in a clone."""
 CPUINFO = Path("/proc/cpuinfo")
+COMPILE_SECONDS = 600
 
 # No fast math and no contraction: main params are the reference's bits.
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -49,8 +58,6 @@ LEVELS: dict[str, dict[str, Level]] = {
 }
 """By platform.machine() and name, the least first."""
 
-NAMES = tuple(dict.fromkeys(name for levels in LEVELS.values() for name in levels))
-
 
 def levels_here() -> dict[str, Level]:
     """Return the levels of this kind of machine, the least first: none but on Linux."""
@@ -59,17 +66,56 @@ def levels_here() -> dict[str, Level]:
 
 def supported() -> list[str]:
     """Return the names of the levels that this CPU has, the highest first."""
-    features = _features()
-    return [name for name, level in reversed(levels_here().items()) if level.features <= features]
-
-
-def _features() -> frozenset[str]:
-    """Return what the kernel lets programs use of this CPU."""
-    try:
+    try:  # what the kernel lets programs use of this CPU
         found = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)
     except OSError:
         found = None
-    return frozenset(found[1].split()) if found else frozenset()
+    features = set(found[1].split()) if found else set()
+    return [name for name, level in reversed(levels_here().items()) if level.features <= features]
+
+
+def path(name: str, folder: Path | None = None) -> Path:
+    """Return where a level's library is, of these sources and flags, whether or not it was built."""
+    made_of = [SOURCE.read_text(), HEADERS, platform.machine(), *_flags(name), *LINK_FLAGS]
+    return (folder or FOLDER) / f"{name}-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:24]}.so"
+
+
+def build(folder: Path) -> dict[str, str]:
+    """Compile native.c into ``folder`` for each level of this kind of machine, and remove libraries of other sources.
+
+    A library that is there already is left: its name tells that it is made of the same.
+
+    Returns:
+        Why there is no library, for each level that has none. What the compiler printed is on stderr.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    names = list(levels_here())
+    with ThreadPoolExecutor() as pool:
+        failures = dict(zip(names, pool.map(lambda name: _built(path(name, folder)), names), strict=True))
+    current = {path(name, folder) for name in names}
+    for library in set(folder.glob("*.so")) - current:
+        library.unlink()
+    return {name: reason for name, reason in failures.items() if reason is not None}
+
+
+def _built(target: Path) -> str | None:
+    """Compile a level's library, unless it is there. Returns why that failed."""
+    if target.exists():
+        return None
+    try:
+        found = filter(None, map(shutil.which, ("cc", "gcc", "clang")))
+        if not (compiler := shlex.split(os.environ.get("CC", "")) or list(found)[:1]):
+            raise OSError("there is no C compiler; install gcc, or set CC")
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            library = Path(scratch, "library")
+            for command in commands(compiler, target.name.partition("-")[0], library):
+                subprocess.run(command, check=True, timeout=COMPILE_SECONDS)
+            if b"__kmpc_" in library.read_bytes():
+                raise ValueError("it calls another OpenMP than torch's libgomp; set CC to gcc")
+            library.replace(target)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return str(error)
+    return None
 
 
 def commands(compiler: Sequence[str], name: str, target: Path) -> list[list[str]]:
@@ -84,16 +130,9 @@ def commands(compiler: Sequence[str], name: str, target: Path) -> list[list[str]
     ]
 
 
-def stem(name: str) -> str:
-    """Return the first half of a library's name: the level, and the digest of all that the library is made of."""
-    made_of = [SOURCE.read_text(), HEADERS, platform.machine(), *_flags(name), *LINK_FLAGS]
-    return f"{name}-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:24]}"
-
-
-def file_name(name: str, content: bytes) -> str:
-    """Return a library's name. A file of another name is of other sources, or damaged."""
-    return f"{stem(name)}-{hashlib.sha256(content).hexdigest()[:24]}.so"
-
-
 def _flags(name: str) -> tuple[str, ...]:
     return (*FLAGS, *levels_here()[name].flags, "-fopenmp")
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(f"{name}: {reason}" for name, reason in build(FOLDER).items()) or 0)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale.kernels.compiler import find_compiler
-from megascale.kernels.native import library as native_library
+from megascale.kernels.native import levels
+from tests.needs import compiler
 
 pytestmark = pytest.mark.c_compiler
 
@@ -29,12 +29,10 @@ Sharing = Callable[[int, int, bool], Callable[[int], range]]
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory) -> Sharing:
     """chunks.h, compiled: given chunks and threads, a function of the thread that asks, which returns its chunks."""
-    compiler = find_compiler("CC", ("cc", "gcc", "clang"))
-    assert compiler is not None
     source, built = (tmp_path_factory.mktemp("chunks") / name for name in ("wrapped.c", "wrapped.so"))
     source.write_text(WRAPPED)
-    flags = (*native_library.FLAGS, "-w", "-shared", f"-I{native_library.SOURCE.parent}")
-    subprocess.run([*compiler, *flags, str(source), "-o", str(built)], check=True)
+    flags = (*levels.FLAGS, "-w", "-shared", f"-I{levels.SOURCE.parent}")
+    subprocess.run([*compiler("CC"), *flags, str(source), "-o", str(built)], check=True)
     library = ctypes.CDLL(str(built))
 
     def begin(num_chunks: int, parts: int, backwards: bool) -> Callable[[int], range]:

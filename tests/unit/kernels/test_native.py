@@ -1,14 +1,9 @@
-"""The native backend: the reference's bits, for every type, layout and number of threads; and how it is built."""
+"""The native backend: the reference's bits, for every type, layout and number of threads."""
 
 import ctypes
 import math
-import os
-import platform
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,19 +20,15 @@ from megascale.kernels import (
     Operands,
     ReferenceBackend,
     SgdHyper,
-    library_build,
 )
-from megascale.kernels.compiler import find_compiler
 from megascale.kernels.native import backend as native_backend
-from megascale.kernels.native import levels
-from megascale.kernels.native import library as native_library
+from megascale.kernels.native import levels, library
 from tests.training import bits_equal
 from tests.unit.kernels.test_remainders import edge_pairs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDEST, NARROW = "widest", "256 bits without fp16"
-EVERY = (WIDEST, NARROW, *levels.NAMES)
-VECTORS = [WIDEST, *(pytest.param(vectors, marks=pytest.mark.slow) for vectors in EVERY[1:])]
+EVERY = levels.supported() or ["baseline"]
+VECTORS = [EVERY[0], *(pytest.param(level, marks=pytest.mark.slow) for level in EVERY[1:])]
 SIZES = st.lists(st.sampled_from([0, 1, 3, 16, 31, 511, 512, 513, 1025, 70_000]), min_size=1, max_size=5)
 
 
@@ -75,25 +66,12 @@ def _operands(
 
 
 @pytest.fixture(scope="module")
-def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeBackend:
-    """The backend: compiled here for all that the CPU has, or without fp16, or for a level, as a wheel's library is."""
-    backend, target = NativeBackend(), tmp_path_factory.mktemp("native") / "library.so"
-    if request.param == WIDEST:
-        return backend
-    if platform.machine() != "x86_64" if request.param == NARROW else request.param not in levels.supported():
+def native(request: pytest.FixtureRequest) -> NativeBackend:
+    """The backend, with the library of a level."""
+    if request.param not in levels.supported():
         pytest.skip(f"{request.param}: not of this CPU")
-    compiler = find_compiler("CC", ("cc", "gcc", "clang"))
-    assert compiler is not None
-    strict = (*compiler, "-Wall", "-Wno-unknown-pragmas", "-Werror")
-    if request.param == NARROW:
-        flags = (*levels.FLAGS, "-march=native", "-mno-avx512f", "-mno-f16c")
-        recipe = library_build.Recipe(strict, levels.SOURCE, flags, ("-lm",), (levels.HEADERS,))
-        loaded = library_build.load(recipe, ctypes.CDLL)
-    else:
-        for command in levels.commands(strict, request.param, target):
-            subprocess.run(command, check=True, timeout=250)
-        loaded = ctypes.CDLL(str(target))
-    backend._library = native_library._declare(loaded)
+    backend = NativeBackend()
+    backend._library = library.load(levels.path(request.param))
     return backend
 
 
@@ -220,6 +198,7 @@ def _check_conversions(native: NativeBackend, dtype: torch.dtype, numbers: Tenso
 
 
 @pytest.mark.slow
+@pytest.mark.native
 @pytest.mark.parametrize("native", EVERY, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_half_is_widened_and_rounded_right(dtype: torch.dtype, native: NativeBackend) -> None:
@@ -235,6 +214,7 @@ def test_every_half_is_widened_and_rounded_right(dtype: torch.dtype, native: Nat
 
 
 @pytest.mark.slow
+@pytest.mark.native
 @pytest.mark.parametrize("native", EVERY, indirect=True)
 def test_halves_live_where_fp32_subnormals_are_flushed(native: NativeBackend) -> None:
     """fp16's subnormals are normal numbers in fp32: torch.set_flush_denormal touches none of them, at any level."""
@@ -308,7 +288,6 @@ def test_large_updates_leave_the_same_bits(model: torch.dtype, offset: int, nati
     assert _same(ours, theirs)
 
 
-@pytest.mark.native
 @pytest.mark.native
 @pytest.mark.parametrize("codes", [False, True], ids=["fp32 moments", "codes"])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -390,47 +369,6 @@ def test_skipped_step_still_tells_what_does_not_fit_fp16() -> None:
     assert NativeBackend().lion_(operands, hyper, _decision(found_inf=1.0)).tolist() == [True, False, True]
 
 
-@pytest.mark.release
-def test_build_is_kept_and_shared(tmp_path: Path) -> None:
-    """A second process loads what the first has compiled; the folder is the user's own."""
-    code = "from megascale.kernels.native.library import library; library()"
-    times = set()
-    for _ in range(2):
-        environment = os.environ | {library_build.CACHE_VARIABLE: str(tmp_path / "cache")}
-        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
-        [built] = (tmp_path / "cache").glob("*.so")
-        times.add(built.stat().st_mtime_ns)
-    assert len(times) == 1
-    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.slow
-def test_no_compiler_is_an_error_that_says_so(tmp_path: Path) -> None:
-    """Asked for by name: UsageError with the remedy. `auto`: one warning, and the torch backend."""
-    code = (
-        "import warnings, torch; from megascale.errors import UsageError\n"
-        "from megascale.kernels import select_backend\n"
-        "try: select_backend('native')\n"
-        "except UsageError as error: print(error)\n"
-        "with warnings.catch_warnings(record=True) as seen:\n"
-        "    warnings.simplefilter('always')\n"
-        "    print(select_backend('auto').name, select_backend('auto').name)\n"
-        "print(len(seen), seen[0].message)\n"
-    )
-    broken = tmp_path / "cc"
-    broken.write_text("#!/bin/sh\necho no such target >&2; exit 1\n")
-    broken.chmod(0o755)
-    for variables, reason in (({"PATH": "/nowhere"}, "needs a C compiler"), ({"CC": str(broken)}, "no such target")):
-        environment = {key: value for key, value in os.environ.items() if key not in ("CC", "MEGASCALE_BACKEND")}
-        environment |= variables | {library_build.CACHE_VARIABLE: str(tmp_path / "cache")}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
-        )
-        assert reason in done.stdout
-        assert "torch torch\n" in done.stdout
-        assert "\n1 " in done.stdout
-
-
 def test_row_has_the_layout_of_native_c() -> None:
     """The columns of the table are the fields of native.c's Row: 11 of 8 bytes."""
     assert native_backend.COLUMNS * 8 == 88
@@ -438,4 +376,4 @@ def test_row_has_the_layout_of_native_c() -> None:
     assert ctypes.sizeof(native_backend._Grads) == 2 * 8
     assert ctypes.sizeof(native_backend._Hyper) == 11 * 8
     assert ctypes.sizeof(native_backend._ScaleRule) == 8 * 8
-    assert f"#define CHUNK {native_backend.CHUNK} " in native_library.HEADERS
+    assert f"#define CHUNK {native_backend.CHUNK} " in levels.HEADERS
