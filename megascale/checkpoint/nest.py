@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megascale.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from megascale.utils.autograd import detached
 from megascale.utils.portable import PRIMITIVES, plain
 
 Tree: TypeAlias = Any
@@ -65,7 +66,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Tree:
         return {"list" if isinstance(value, list) else "tuple": tuple(items)}
     tree = tree_of_leaf(value, path)
     if isinstance(value, Tensor):
-        tensors[path] = value.detach()
+        tensors[path] = detached(value)
     return tree
 
 

@@ -321,7 +321,7 @@ class MainParams:
 
         With ``copy`` all ranks call it together.
         """
-        return {key: value.detach().clone() if copy else detached(value) for key, value in values.items()}
+        return {key: detached(value).clone() if copy else detached(value) for key, value in values.items()}
 
     def model_shards(self) -> dict[int, ParamShard]:
         """Return, by id of the parameter, this rank's piece of every sharded model param, live; here none."""

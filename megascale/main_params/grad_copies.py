@@ -65,6 +65,8 @@ class GradCopies:
             if param.twin is not None:
                 self._slots[param.twin] = len(self._slots)
                 owner = owner_of(param.model)
+                if owner is None and not param.model.requires_grad:
+                    continue  # torch takes no hook; if it is trained again, steps copy its gradient
                 if owner is None:
                     hook = _weakly(self, GradCopies.take, param.twin)
                     self._hooks[id(param.model)] = param.model.register_post_accumulate_grad_hook(hook)

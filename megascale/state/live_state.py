@@ -144,19 +144,15 @@ class LiveState(HeldState):
         held = [param for param in mains if param.is_copy and (mains.is_sharded or param.remainder is not None)]
         return {id(param.model) for param in held}
 
-    def check(self, state_dict: Any, *, strict: bool) -> None:
-        """Raise StateDictError for a state dict that does not fit; tensor values are not read."""
-        self._check(self._own_layout(state_dict, strict), strict)
+    def check(self, state_dict: Any, *, strict: bool) -> Mapping[str, Any]:
+        """Check all of a state dict but the values of its tensors; return it in our layout, for :meth:`plan`.
 
-    def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> "Plan":
-        """Check a state dict, values too, and copy what it holds.
-
-        Raises StateDictError or MainParamOverflowError; UsageError while main params are away in host memory.
+        Raises StateDictError; UsageError while main params are away in host memory.
         """
         self.main_params.residence.require_here("load_state_dict()")
-        own = self._own_layout(state_dict, strict)
+        own: Mapping[str, Any] = self._own_layout(state_dict, strict)
         self._check(own, strict)
-        return self._plan(own, strict)
+        return own
 
     def _own_layout(self, state_dict: Any, strict: bool) -> Any:
         """Return a state dict in our layout, under the names of the parameters here. Raises StateDictError."""
@@ -219,10 +215,11 @@ class LiveState(HeldState):
                 "before the optimizer is built, or load with strict=False to leave it out"
             )
 
-    def _plan(self, state_dict: Mapping[str, Any], strict: bool) -> Plan:
-        """Copy what a checked state dict holds. Raises MainParamOverflowError.
+    def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> Plan:
+        """Copy what :meth:`check` has returned. Raises StateDictError or MainParamOverflowError.
 
         All that can raise is done here, into new memory: other ranks may find an error, and then nothing has changed.
+        Ranks communicate where a DTensor, or its scales, lie otherwise here: they have agreed that each can plan.
         """
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
@@ -231,6 +228,18 @@ class LiveState(HeldState):
             from_weights=strict and not mains,
             remarks=self._remarks(state_dict) if strict else [],
         )
+        options = self._options()
+        for name, param in self.named_params().items():
+            if name in mains and self.main_params.keeps(param):
+                dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
+                plan.main_params.append((param, name, self.main_params.to_local(param, mains[name], dtype)))
+            if name in states and (name not in mains or self.main_params.keeps(param)):
+                required = self.update.required_state(options[id(param)])
+                placed = self._placed_state(name, param, _counted(states[name], required))
+                plan.states.append((param, self.update.readable_state(name, placed, param.dtype)))
+        # From here on no rank communicates, so that one may raise alone.
+        for param, name, value in plan.main_params:
+            portable_state.check_fits_model(name, value, param)
         if len(groups) == len(self.param_groups):
             plan.options = [
                 (live, self._planned_options(live, given, index))
@@ -241,17 +250,6 @@ class LiveState(HeldState):
         plan.shared = portable_state.placed_like(shared, live)
         plan.extra_state = plan.shared.pop(portable_state.EXTRA_STATE, {})
         self.extra_state.check(plan.extra_state)
-        options = self._options()
-        for name, param in self.named_params().items():
-            if name in mains and self.main_params.keeps(param):
-                dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
-                value = self.main_params.to_local(param, mains[name], dtype)
-                portable_state.check_fits_model(name, value, param)
-                plan.main_params.append((param, name, value))
-            if name in states and (name not in mains or self.main_params.keeps(param)):
-                required = self.update.required_state(options[id(param)])
-                placed = self._placed_state(name, param, _counted(states[name], required))
-                plan.states.append((param, self.update.readable_state(name, placed, param.dtype)))
         return plan
 
     def _planned_options(self, live: Mapping[str, Any], given: Mapping[str, Any], index: int) -> dict[str, Any]:

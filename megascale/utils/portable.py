@@ -38,7 +38,7 @@ def portable(value: Any, where: str, *, copy: bool) -> Any:
     Raises StateDictError naming ``where`` for anything else that it could not read.
     """
     if isinstance(value, Tensor):
-        return value.detach().clone() if copy else detached(value)
+        return detached(value).clone() if copy else detached(value)
     value = plain(value)
     if isinstance(value, LEAVES):
         return value
