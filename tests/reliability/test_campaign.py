@@ -7,7 +7,7 @@ import pytest
 
 from tests.pool import RankPool
 from tests.reliability import disk_faults, host_faults
-from tests.reliability.faults import Fault, table
+from tests.reliability.faults import Fault
 from tests.reliability.file_faults import flipped_bytes, wrong_contents
 from tests.reliability.kills import UPDATING, kill_ranks, kill_under_torchrun
 from tests.reliability.rank_faults import poisons
@@ -78,12 +78,3 @@ def test_link_between_hosts_is_cut(tmp_path: Path) -> None:
     if missing := host_faults.why_not():
         pytest.skip(missing)
     _check(host_faults.cut_link(tmp_path), 2)
-
-
-def test_table_counts_what_was_seen() -> None:
-    """Equal faults are one row, without what differs between machines; a broken promise shows."""
-    seen = "CheckpointError: cannot write step_2.incomplete-0ab1 (process 7 on vm)"
-    faults = [Fault("disk", "full", seen, True), Fault("disk", "full", seen.replace("0ab1", "77"), False)]
-    assert table(faults).splitlines()[2:] == [
-        "| disk: full | CheckpointError: cannot write step_2.incomplete-… (process … on …) | 1 of 2 |"
-    ]

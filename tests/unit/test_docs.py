@@ -21,22 +21,6 @@ from tests.pool import start_context
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-WITHOUT_EXAMPLES = frozenset(
-    [
-        "add_a_rule",
-        "architecture",
-        "benchmarks",
-        "changes",
-        "checks",
-        "evidence",
-        "frameworks",
-        "glossary",
-        "invariants",
-        "platforms",
-        "reliability",
-        "training",
-    ]
-)
 OPTIONAL = (
     "accelerate",
     "axolotl",
@@ -129,20 +113,6 @@ def test_example_of_a_library_runs_as_pasted(code: str, tmp_path: Path) -> None:
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
     _run_fresh(code, tmp_path)
-
-
-def test_an_example_that_fails_fails_its_test(tmp_path: Path) -> None:
-    """In a forked process, too: what it printed is told, and it has only the names that it makes."""
-    with pytest.raises(AssertionError, match=r"(?s)started.*name 'torch' is not defined"):
-        _run_forked("print('started', flush=True)\ntorch.ones(3)", tmp_path)
-
-
-def test_pages_have_examples() -> None:
-    """A page without a running example is one of those that are not about use."""
-    examples = [where for where, _ in _examples()]
-    for page in PAGES:
-        has_examples = any(where.startswith(f"{page.stem}-") for where in examples)
-        assert has_examples != (page.stem in WITHOUT_EXAMPLES), page.name
 
 
 def test_links_lead_somewhere() -> None:

@@ -35,10 +35,11 @@ def test_page_lists_every_example() -> None:
     assert "(examples/README.md)" in (ROOT / "README.md").read_text()
 
 
-def test_examples_are_short() -> None:
-    """An example is read in one go."""
-    for path in EXAMPLES.rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 100, path.name
+@pytest.mark.slow
+def test_a_right_step_has_no_wrong_stage() -> None:
+    """The example that searches for a wrong gradient finds the library's step to be plain torch's at each stage."""
+    found = re.findall(r"rank (\d): (\d+) stages wrong", _start("wrong_gradient.py"))
+    assert sorted(found) == [("0", "0"), ("1", "0")]
 
 
 @pytest.mark.slow
@@ -101,12 +102,6 @@ def test_rl_gap_is_smaller_in_fp16() -> None:
         rewards = [float(reward) for reward in result["reward, each quarter"].split()]
         assert rewards[-1] > rewards[0]
         assert result["skipped"] == "0"
-
-
-def test_rl_page_shows_what_the_script_prints() -> None:
-    """The columns of the page's table are the script's."""
-    [header] = re.findall(r'"(\| seed .* \|)"', (EXAMPLES / "rl_fp16.py").read_text())
-    assert header in (ROOT / "docs" / "rl_fp16.md").read_text()
 
 
 def _diff(before: str, after: str) -> str:

@@ -169,18 +169,6 @@ def test_version_is_one() -> None:
     assert VERSION in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_licence_is_named_where_tools_look() -> None:
-    """pyproject.toml, CITATION.cff and LICENSE name one licence and the same holders."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["license"] == "BSD-3-Clause"
-    assert "license: BSD-3-Clause" in (ROOT / "CITATION.cff").read_text()
-    licence = (ROOT / "LICENSE").read_text()
-    assert licence.startswith("BSD 3-Clause License")
-    [holders] = [author["name"] for author in project["authors"]]
-    assert holders in licence
-    assert holders in (ROOT / "CITATION.cff").read_text()
-
-
 def test_workflow_runs_what_is_there() -> None:
     """Commands and files that .github/workflows names exist in the repository."""
     workflows = "".join(path.read_text() for path in WORKFLOWS)

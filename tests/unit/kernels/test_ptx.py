@@ -10,10 +10,24 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.unit.test_benchmarks import table
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "benchmarks" / "results" / "ptx_sm90.md"
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """Return the rows of all Markdown tables, by the names of their columns."""
+    rows: list[dict[str, str]] = []
+    heads: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            heads = []
+        elif not heads:
+            heads = cells
+        elif not line.startswith("|---"):
+            rows.append(dict(zip(heads, cells, strict=True)))
+    return rows
 
 
 @pytest.fixture(scope="module")

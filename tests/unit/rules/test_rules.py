@@ -1,7 +1,5 @@
-import ast
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,45 +128,3 @@ def test_a_backend_s_own_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_optimizer_can_be_copied_with_its_rule(rule: Rule) -> None:
     """An update holds its rule: it must not stand in the way of copies and pickles."""
     assert type(copy.deepcopy(rule)) is type(pickle.loads(pickle.dumps(rule))) is type(rule)
-
-
-def _tables(tree: ast.AST) -> Iterator[ast.expr]:
-    """Yield tuples, lists, sets and dicts that name two rules or more, or two classes that rules take over."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Dict):
-            parts = [part for part in (*node.keys, *node.values) if part is not None]
-        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
-            parts = list(node.elts)
-        else:
-            continue
-        names = {part.value for part in parts if isinstance(part, ast.Constant) and part.value in NAMES}
-        classes = {part.attr for part in parts if isinstance(part, ast.Attribute) and part.attr in CLASSES}
-        classes |= {part.id for part in parts if isinstance(part, ast.Name) and part.id in CLASSES}
-        if len(names) > 1 or len(classes) > 1:
-            yield node
-
-
-def test_no_table_lists_rules_by_hand() -> None:
-    """Whoever adds an optimizer finds all that must know of it in megascale/rules, its kernels and its tests."""
-    beyond = dict[str, int]()
-    for path in sorted(SOURCES.rglob("*.py")):
-        name = path.relative_to(SOURCES).as_posix()
-        tables = [] if name.startswith("rules/") else list(_tables(ast.parse(path.read_text())))
-        if len(tables) > CHOSEN.get(name, 0):
-            beyond[name] = len(tables)
-    assert beyond == {}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        'OPTIMIZERS = ("adam", "lion")',
-        'STATES = {"adamw": ("exp_avg",), "sgd": ()}',
-        "KINDS = [torch.optim.Adam, Lion]",
-        "TABLE = {torch.optim.SGD: 1, torch.optim.Muon: 2}",
-        "isinstance(optimizer, (torch.optim.SGD, Lion))",
-    ],
-)
-def test_a_table_by_hand_is_seen(source: str) -> None:
-    """The test above sees tables of names and of classes, wherever they stand."""
-    assert len(list(_tables(ast.parse(source)))) == 1
