@@ -151,6 +151,27 @@ def test_a_schedule_of_ones_own(decays: bool) -> None:
     assert np.array_equal(users.history, oracle.history)
     assert torch.equal(users.table, oracle.table)
     assert [float(g["weight_decay"]) for g in optimizer.param_groups] == [g["weight_decay"] for g in plain.param_groups]
+    assert schedule.get_last_lr() == [group["lr"] for group in plain.param_groups]
+
+
+@pytest.mark.parametrize("epoch", [2, 7])
+@pytest.mark.parametrize("through", ["wrapper", "schedule"])
+def test_what_the_advance_has_moved_too_stays_as_it_was_set(through: str, epoch: int) -> None:
+    """After a skipped step to epoch 2: to that number as well as to another one, and a list that became longer."""
+    optimizer = _wrapped(_inner(_bag()))
+    schedule = LandedLRScheduler(torch_lr.ExponentialLR(optimizer, 0.5))
+    schedule.step(_step(optimizer, False))
+    schedule.scheduler.notes = [1]  # type: ignore[attr-defined]
+    schedule.step(_step(optimizer, True))
+    if through == "wrapper":
+        schedule.last_epoch = epoch
+    elif epoch != 2:  # which cannot be told from what the advance has left there
+        schedule.scheduler.last_epoch = epoch
+    schedule.scheduler.notes.append(2)  # type: ignore[attr-defined]
+    is_set = through == "wrapper" or epoch != 2
+    schedule.step(_step(optimizer, False))
+    assert schedule.last_epoch == (epoch + 1 if is_set else 2)
+    assert schedule.notes == [1, 2]
 
 
 def test_two_schedules_keep_off_each_others_options() -> None:
