@@ -27,11 +27,11 @@ def holders_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimi
     params: set[int] = set()
 
     def search(path: str, value: Any) -> None:
-        if not isinstance(value, (torch.optim.Optimizer, list, tuple)) or id(value) in seen:
+        if not isinstance(value, (torch.optim.Optimizer, list, tuple, dict)) or id(value) in seen:
             return
         seen.add(id(value))  # a list may hold itself
         if not isinstance(value, torch.optim.Optimizer):
-            search_in(f"{path}.", dict(enumerate(value)))
+            search_in(f"{path}.", value if isinstance(value, dict) else dict(enumerate(value)))
             return
         if not params:
             params.update(_param_ids(optimizer))
@@ -41,7 +41,7 @@ def holders_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimi
 
     def search_in(prefix: str, attributes: Mapping[Any, Any]) -> None:
         for name, value in attributes.items():
-            if name != "param_groups":
+            if name not in ("param_groups", "state", "defaults"):
                 search(f"{prefix}{name}", value)
 
     search_in("", vars(optimizer))

@@ -39,6 +39,29 @@ OWN_CELLS = [
 WAYS = ("state dict", "file", "checkpoint")
 
 
+def test_an_optimizer_in_a_dict_trains() -> None:
+    """It stepped the 16-bit weights, over which main params were rounded: success=True, and nothing moved."""
+
+    class ByName(torch.optim.Optimizer):
+        def __init__(self, named: Named) -> None:
+            named = list(named)
+            self.optimizers = {"a": [torch.optim.AdamW(named, lr=2.0**-5)]}
+            super().__init__(named, {})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.optimizers["a"][0].step()
+
+    weight, plain = nn.Parameter(torch.ones(4).bfloat16()), nn.Parameter(torch.ones(4))
+    optimizer = MixedPrecisionOptimizer(ByName([("weight", weight)]))
+    alone = torch.optim.AdamW([plain], lr=2.0**-5)
+    weight.grad, plain.grad = torch.ones_like(weight), torch.ones_like(plain)
+    assert optimizer.step().success
+    alone.step()
+    assert torch.equal(dict(optimizer.main_params())["weight"], plain)
+    saved = optimizer.state_dict()["optimizer"]["state"]["weight"]
+    assert torch.equal(saved["optimizers.a.0.exp_avg"], alone.state[plain]["exp_avg"])
+
+
 def test_lists_that_hold_themselves() -> None:
     """An optimizer's lists are searched for other optimizers, each once: a list in itself was a RecursionError."""
 
