@@ -6,8 +6,9 @@ A scaler knows no process groups: pass :meth:`MegatronGradScaler.update` the `fo
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from megascale.utils import validate, wording
 from megascale.utils.autograd import without_grad
 from megascale.utils.spelling import told
 from megascale.utils.transfer import to_device_async
+
+T = TypeVar("T")
 
 LARGEST_TRACKER = 2**62  # int64 with room to count on
 
@@ -160,10 +163,10 @@ class ConstantGradScaler(MegatronGradScaler):
 
     def parse_state_dict(self, state_dict: Mapping[str, Any]) -> ScalerState:
         """Accept Megatron's ``{}`` (the scale stays as configured) and any state with a valid ``scale``."""
-        _check_mapping(state_dict)
+        check_mapping(state_dict)
         if not state_dict:
             return ScalerState(float(self._scale))
-        return ScalerState(_parse_scale(state_dict))
+        return ScalerState(entry(state_dict, "scale", validate.scale))
 
 
 @told
@@ -297,14 +300,14 @@ class DynamicGradScaler(MegatronGradScaler):
         Megatron's trackers may be below zero (it does not stop at 0) and count as 0; a hysteresis above this
         scaler's is cut to it.
         """
-        _check_mapping(state_dict)
-        if "_growth_tracker" in state_dict:
-            state = ScalerState(
-                _parse_scale(state_dict), _parse_tracker(state_dict, "_growth_tracker"), self.hysteresis
-            )
-        else:
-            hysteresis = min(max(_parse_tracker(state_dict, "hysteresis_tracker", minimum=None), 0), self.hysteresis)
-            state = ScalerState(_parse_scale(state_dict), _parse_tracker(state_dict, "growth_tracker"), hysteresis)
+        check_mapping(state_dict)
+        is_torchs = "_growth_tracker" in state_dict
+        left = self.hysteresis
+        if not is_torchs:
+            left = min(max(_parse_tracker(state_dict, "hysteresis_tracker", -LARGEST_TRACKER), 0), left)
+        scale = entry(state_dict, "scale", validate.scale)
+        growth = _parse_tracker(state_dict, "_growth_tracker" if is_torchs else "growth_tracker")
+        state = ScalerState(scale, growth, left)
         if not self.min_scale <= state.scale <= self.max_scale:
             raise StateDictError(
                 f"grad scaler state 'scale' is {state.scale}, outside [min_scale={self.min_scale}, "
@@ -334,37 +337,32 @@ def _flag(found_inf: bool | Tensor, device: torch.device) -> Tensor:
     return torch.full((1,), found_inf, dtype=torch.float32, device=device)
 
 
-def _check_mapping(state_dict: Any) -> None:
+def check_mapping(state_dict: Any) -> None:
+    """Raise StateDictError for anything but a dict."""
     if not isinstance(state_dict, Mapping):
         raise StateDictError(f"grad scaler state must be a dict, got {type(state_dict).__name__}")
 
 
-def _entry(state_dict: Mapping[str, Any], key: str) -> Any:
-    """Return ``state_dict[key]``, a one-element tensor unpacked to a Python number."""
+def entry(state_dict: Mapping[str, Any], key: str, check: Callable[[str, Any], T]) -> T:
+    """Return ``state_dict[key]``, a one-element tensor as its number, as ``check`` returns it, which is given its name.
+
+    Raises StateDictError for an entry that is missing, or that ``check`` refuses.
+    """
+    name = f"grad scaler state '{key}'"
     if key not in state_dict:
         raise StateDictError(f"grad scaler state lacks '{key}'; it has {sorted(map(str, state_dict)) or 'no keys'}")
     value = state_dict[key]
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise StateDictError(f"grad scaler state '{key}' must have one element, got shape {tuple(value.shape)}")
+            raise StateDictError(f"{name} must have one element, got shape {tuple(value.shape)}")
         if value.is_meta:
-            raise StateDictError(f"grad scaler state '{key}' is on the meta device and has no value; save the live one")
+            raise StateDictError(f"{name} is on the meta device and has no value; save the live one")
         value = value.item()
-    return value
-
-
-def _parse_scale(state_dict: Mapping[str, Any]) -> float:
     try:
-        return validate.scale("grad scaler state 'scale'", _entry(state_dict, "scale"))
+        return check(name, value)
     except ArgumentError as error:
         raise StateDictError(str(error)) from None
 
 
-def _parse_tracker(state_dict: Mapping[str, Any], key: str, minimum: int | None = 0) -> int:
-    lowest = -LARGEST_TRACKER if minimum is None else minimum
-    try:
-        return validate.integer(
-            f"grad scaler state '{key}'", _entry(state_dict, key), minimum=lowest, maximum=LARGEST_TRACKER
-        )
-    except ArgumentError as error:
-        raise StateDictError(str(error)) from None
+def _parse_tracker(state_dict: Mapping[str, Any], key: str, minimum: int = 0) -> int:
+    return entry(state_dict, key, partial(validate.integer, minimum=minimum, maximum=LARGEST_TRACKER))

@@ -18,7 +18,6 @@ from megascale.amp.codes import require_no_codes
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
 from megascale.amp.local_grads import GradMeasure, LocalGrads, found_in, squares_in
 from megascale.amp.overflows import ScalerOverflows
-from megascale.amp.skip_budget import SkipBudget
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
@@ -101,21 +100,17 @@ class GradScaler(torch.amp.GradScaler):
             enabled = False
         self.process_group = process_group
         if enabled:
-            self._limits = limits.Limits(min_scale, max_scale, hysteresis, hysteresis_reset)
+            factors = growth_factor, backoff_factor, growth_interval
+            self._rule = limits.rule_of(min_scale, max_scale, *factors, hysteresis, hysteresis_reset)
             self._is_constant = _is_constant(loss_scale)
             name, first = ("loss_scale", loss_scale) if self._is_constant else ("init_scale", init_scale)
-            init_scale = self._limits.scale(name, first)
-            growth_factor = limits.growth_factor(growth_factor)
-            backoff_factor = limits.backoff_factor(backoff_factor)
-            growth_interval = limits.growth_interval(growth_interval)
+            init_scale = limits.scale_within(self._rule, name, first)
             validate.process_group("process_group", process_group)
             self._init_hysteresis_tracker = hysteresis
             self._hysteresis_tracker: Tensor | None = None
             self._backends: dict[torch.device, Backend] = {}
-            floor = None if self._is_constant else self._limits.min_scale
-            budget = SkipBudget(max_consecutive_skips, max_overflows_at_min_scale, floor)
-            self._skips = budget if budget.is_limited else None
-            self.overflows = ScalerOverflows()
+            floor = None if self._is_constant else self._rule.min_scale
+            self.overflows = ScalerOverflows(max_consecutive_skips, max_overflows_at_min_scale, floor)
             self.overflows.group = process_group
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if enabled:
@@ -210,8 +205,6 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("update")
         found_infs = [flag for state in self._per_optimizer_states.values() for flag in _flags(state)]
         self.overflows.observe(found_infs, scale)
-        if self._skips is not None and found_infs:
-            self._skips.count(_any(found_infs, scale.device), scale)
         if new_scale is not None:
             self._set_scale(scale, new_scale)
         else:
@@ -220,8 +213,7 @@ class GradScaler(torch.amp.GradScaler):
             if not self._is_constant:
                 self._rescale_(_any(found_infs, scale.device))
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        if self._skips is not None:
-            self._skips.check(lambda: self.last_overflow(gather=True))
+        self.overflows.require_within_limits()
 
     def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
         """Return which gradients held inf or NaN in the last iteration that was skipped; None if none was.
@@ -325,7 +317,11 @@ class GradScaler(torch.amp.GradScaler):
         """Update the scale and trackers after one step."""
         numbers: list[Any] = [self._scale, self._growth_tracker, self._hysteresis_tracker]
         scale, growth_tracker, hysteresis_tracker = (number.view(1) for number in numbers)
-        rule = self._limits.rule(self._growth_factor, self._backoff_factor, self._growth_interval)
+        rule = self._rule._replace(
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+        )
         self._backend(scale.device).rescale_(found_inf, scale, growth_tracker, hysteresis_tracker, rule)
 
     def _step_on_device(
@@ -378,7 +374,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _set_scale(self, scale: Tensor, new_scale: Any) -> None:
         if not isinstance(new_scale, Tensor):
-            scale.fill_(self._limits.scale("new_scale", new_scale))
+            scale.fill_(limits.scale_within(self._rule, "new_scale", new_scale))
             return
         fits = new_scale.device.type == self._device and new_scale.numel() == 1 and not new_scale.requires_grad
         if not fits:
@@ -389,21 +385,21 @@ class GradScaler(torch.amp.GradScaler):
             )
         asked = new_scale.to(scale).reshape(())
         scale.copy_(torch.where(asked.isfinite(), asked, scale))
-        scale.clamp_(self._limits.min_scale, self._limits.max_scale)
+        scale.clamp_(self._rule.min_scale, self._rule.max_scale)
 
     # Settings and state
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, above 1."""
-        super().set_growth_factor(limits.growth_factor(new_factor))
+        super().set_growth_factor(limits.growth("growth_factor", new_factor))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor, between 0 and 1."""
-        super().set_backoff_factor(limits.backoff_factor(new_factor))
+        super().set_backoff_factor(limits.backoff("backoff_factor", new_factor))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the clean steps before the scale grows."""
-        super().set_growth_interval(limits.growth_interval(new_interval))
+        super().set_growth_interval(limits.interval("growth_interval", new_interval))
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries, as Python numbers, and ``hysteresis_tracker`` if hysteresis is above 1.
@@ -411,7 +407,7 @@ class GradScaler(torch.amp.GradScaler):
         torch's scaler can load it. Empty if disabled. Call it after :meth:`update`; it reads the device.
         """
         state = super().state_dict()
-        if self._enabled and self._limits.hysteresis > 1:
+        if self._enabled and self._rule.hysteresis > 1:
             state[limits.HYSTERESIS] = self._get_hysteresis_tracker()
         return state
 
@@ -423,7 +419,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        state = limits.parse_state(state_dict, self._limits)
+        state = limits.parse_state(state_dict, self._rule)
         super().load_state_dict(state)
         self._init_hysteresis_tracker = state[limits.HYSTERESIS]
         if self._hysteresis_tracker is not None:
@@ -448,7 +444,6 @@ class GradScaler(torch.amp.GradScaler):
             "_init_hysteresis_tracker": self._get_hysteresis_tracker(),
             "_hysteresis_tracker": None,
             "_backends": {},
-            "_skips": copy(self._skips),
             "overflows": copy(self.overflows),
         }
         return state

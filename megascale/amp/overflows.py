@@ -16,6 +16,8 @@ from megascale.step.non_finite_module import ModuleEvents
 from megascale.step.observers import SeenGrads
 from megascale.step.overflow_report import OverflowEntry, OverflowReport
 from megascale.step.overflows import LastOverflow, described, own_rank
+from megascale.step.stalls import ROUNDING, WHY_SKIPPED, raise_excess
+from megascale.utils import validate
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import to_local
 
@@ -42,22 +44,37 @@ class _Iteration:
 class ScalerOverflows(LastOverflow):
     """Records the last iteration that a scaler skipped, as :class:`megascale.step.overflows.OverflowRecorder` does.
 
-    A pickled or copied one knows of none.
+    It also counts skips in a row, and those at the smallest scale. A pickled or copied one knows of none.
+
+    Args:
+        most_skips: how many skips in a row are tolerated; None: any number.
+        most_at_floor: how many overflows in a row at the smallest scale; None: any number.
+        min_scale: that scale; None: the scale is constant.
+
+    Raises ArgumentError or ArgumentTypeError for an argument out of range, naming it.
 
     Attributes:
         names: of parameters, by id, in their order. Others have the name in their param group, or their position.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, most_skips: int | None = None, most_at_floor: int | None = None, min_scale: float | None = None
+    ) -> None:
         super().__init__(None)
+        limits = {"max_consecutive_skips": most_skips, "max_overflows_at_min_scale": most_at_floor}
+        for name, limit in limits.items():
+            if limit is not None:
+                validate.integer(name, limit, minimum=1)
+        self._limits = most_skips, most_at_floor, min_scale
+        self._skips = self._at_floor = 0
         self.names: dict[int, str] = {}
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self._num_updates = 0
         self._newest: _Iteration | None = None
         self._view = HostView()
 
-    def __reduce__(self) -> tuple[type["ScalerOverflows"], tuple[()]]:
-        return ScalerOverflows, ()
+    def __reduce__(self) -> tuple[type["ScalerOverflows"], tuple[Any, ...]]:
+        return ScalerOverflows, self._limits
 
     # In an iteration
 
@@ -75,19 +92,32 @@ class ScalerOverflows(LastOverflow):
         newest = _Iteration(self._num_updates, list(flags), seen, modules, self.losses.take())
         known, self._newest = self._newest, newest
         self._num_updates += 1
+        most_skips, most_at_floor, lowest = self._limits
         at_once = scale.device.type == "cpu"
-        if not at_once and self.listener is None:
+        if not (at_once or self.listener or most_skips or most_at_floor):
             return
-        values = (
-            map(_number, flags)
-            if at_once
-            else (self._view.push({str(index): flag for index, flag in enumerate(flags)}) or {}).values()
-        )
+        numbers = [*flags, scale]
+        if at_once:
+            *found, at = map(_number, numbers)
+        else:
+            named = {str(index): number for index, number in enumerate(numbers)}
+            *found, at = (self._view.push(named) or {"": 0.0}).values()
+        if not any(found):
+            if found:
+                self._skips = self._at_floor = 0
+            return
+        self._skips += 1
+        self._at_floor = self._at_floor + 1 if lowest is not None and at <= lowest * ROUNDING else 0
         skipped = newest if at_once else known
-        if skipped is not None and any(values):
-            self._read(skipped, _number(scale) if at_once else None, grads_are_there=at_once)
+        if skipped is not None and (at_once or self.listener is not None):
+            self._read(skipped, at if at_once else None, grads_are_there=at_once)
             if self.listener is not None:
                 self.listener.on_skip()
+
+    def require_within_limits(self) -> None:
+        """Raise where too many steps were skipped in a row, on every rank that has the same `found_inf`."""
+        most_skips, most_at_floor, lowest = self._limits
+        raise_excess(self._skips, most_skips, self._at_floor, most_at_floor, lowest, WHY_SKIPPED, self.worst)
 
     # Asked by the host
 

@@ -6,6 +6,7 @@ a listener, a skipped step is described as soon as the host knows of it: at once
 accelerator, when its gradients are gone.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import describe_non_finite
@@ -44,7 +46,7 @@ class OverflowListener(Protocol):
         """Listen to ``recorder`` from here on, and observe the gradients of its parameters."""
 
 
-class LastOverflow:
+class LastOverflow(ABC):
     """What is known of the last skipped step. Base of what records the steps of an optimizer or of a GradScaler.
 
     Attributes:
@@ -95,6 +97,18 @@ class LastOverflow:
             ranks = [one for one in all_gather_object(self._own, self.group) if one is not None]
             self._report = merged(ranks) if ranks else None
         return self._report or self._own
+
+    @abstractmethod
+    def last(self, *, gather: bool) -> OverflowReport | None:
+        """Return the report of the last skipped step, None before the first. Waits for the device.
+
+        ``gather``: report on all ranks; then all of them must make the call.
+        """
+
+    def worst(self) -> str:
+        """Return the end of an error message that names the worst parameters, on every rank alike."""
+        report = self.last(gather=True)
+        return "" if report is None else report.worst()
 
 
 class OverflowRecorder(LastOverflow, StepObserver):
@@ -173,11 +187,8 @@ class OverflowRecorder(LastOverflow, StepObserver):
 
     # Asked by the host
 
+    @override
     def last(self, *, gather: bool) -> OverflowReport | None:
-        """Return the report of the last skipped step, None before the first. Waits for the device.
-
-        ``gather``: report on all ranks; then all of them must make the call.
-        """
         if self._newest is not None and was_skipped(self._newest.vector.tolist()):
             self._read(self._newest, grads_are_there=True)
         elif self._skipped is not None:

@@ -4,7 +4,7 @@ It reads the agreed statistics that the host has anyway, so that every rank noti
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -171,17 +171,8 @@ class StallWatch(StepObserver):
         if _is_due(self._skips, FIRST_LOOK) or too_many or too_low:
             self._raise_damage()
         lowest = None if scaler is None else scaler.lowest_scale
-        if too_low:
-            raise MinScaleError(
-                f"{at_floor} steps in a row overflowed at the smallest loss scale, {lowest}, "
-                f"config.max_overflows_at_min_scale allows {self._most_at_floor}: "
-                f"{_WHY_AT_FLOOR}{self._worst_params()}"
-            )
-        if too_many:
-            raise SkippedStepsError(
-                f"{self._skips} steps in a row were skipped, config.max_consecutive_skips allows {self._most_skips}: "
-                f"{self._why_skipped()}{self._worst_params() if self._spikes < self._skips else ''}"
-            )
+        worst = self._overflows.worst if self._spikes < self._skips else str
+        raise_excess(self._skips, self._most_skips, at_floor, self._most_at_floor, lowest, self._why_skipped(), worst)
         if _is_due(at_floor, FIRST_FLOOR_WARNING):
             call_site.warn(
                 f"{at_floor} steps in a row overflowed at the smallest loss scale, {lowest}: {_WHY_AT_FLOOR}",
@@ -207,11 +198,6 @@ class StallWatch(StepObserver):
         params = (param for member in self._members for param in member.main_params)
         raise_together(non_finite_params(params), self._overflows.group)
 
-    def _worst_params(self) -> str:
-        """Return a clause that names the parameters with most non-finite gradient elements, on every rank alike."""
-        report = self._overflows.last(gather=True)
-        return "" if report is None else report.worst()
-
     def _why_skipped(self) -> str:
         if self._spikes == 0:
             return WHY_SKIPPED
@@ -229,11 +215,37 @@ _WHY_SPIKES = (
     "and go back to a checkpoint from before"
 )
 _WHY_AT_FLOOR = (
-    "the gradients hold inf or NaN at any scale that it may take; optimizer.last_overflow() names the parameters, "
+    "the gradients hold inf or NaN at any scale that it may take; optimizer.last_overflow() (of a GradScaler: "
+    "scaler.last_overflow()) names the parameters, "
     "megascale.debug.watch(model) the module in which it began; look at the loss and the data, lower the learning "
     "rate, go back to a checkpoint from before, or train in bf16; if gradients are sound but large, average the loss "
     "instead of summing it, or lower min_scale of the grad scaler (config.min_loss_scale)"
 )
+
+
+def raise_excess(
+    skips: int,
+    most_skips: int | None,
+    at_floor: int,
+    most_at_floor: int | None,
+    lowest: float | None,
+    why_skipped: str,
+    worst: Callable[[], str],
+) -> None:
+    """Raise MinScaleError or SkippedStepsError where more steps in a row were skipped than the limits allow.
+
+    ``at_floor``: of ``skips``, those in a row at ``lowest``, the smallest scale. ``worst``: returns a clause that names
+    parameters; all ranks that skip together call it together.
+    """
+    if _is_above(at_floor, most_at_floor):
+        raise MinScaleError(
+            f"{at_floor} steps in a row overflowed at the smallest loss scale, {lowest}, max_overflows_at_min_scale "
+            f"allows {most_at_floor}: {_WHY_AT_FLOOR}{worst()}"
+        )
+    if _is_above(skips, most_skips):
+        raise SkippedStepsError(
+            f"{skips} steps in a row were skipped, max_consecutive_skips allows {most_skips}: {why_skipped}{worst()}"
+        )
 
 
 def _is_above(count: int, limit: int | None) -> bool:

@@ -321,16 +321,16 @@ GOOD = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_inter
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scale": 0.0}, "scale must be above 0"),
-        ({"scale": float("inf")}, "scale must be finite"),
+        ({"scale": 0.0}, "'scale' must be above 0"),
+        ({"scale": float("inf")}, "'scale' must be finite"),
         ({"scale": 1.0}, "min_scale=2.0"),
-        ({"scale": "8"}, "scale must be a number"),
+        ({"scale": "8"}, "'scale' must be a number"),
         ({"growth_factor": 0.5}, "growth factor must be > 1.0"),
         ({"backoff_factor": 2.0}, "backoff factor must be < 1.0"),
-        ({"growth_interval": 0}, "growth_interval must be 1 or more"),
-        ({"_growth_tracker": -1}, "_growth_tracker must be 0 or more"),
-        ({"hysteresis_tracker": 0.5}, "hysteresis_tracker must be an integer"),
-        ({"growth_interval": None}, "growth_interval must be an integer"),
+        ({"growth_interval": 0}, "'growth_interval' must be 1 or more"),
+        ({"_growth_tracker": -1}, "'_growth_tracker' must be 0 or more"),
+        ({"hysteresis_tracker": 0.5}, "'hysteresis_tracker' must be an integer"),
+        ({"growth_interval": None}, "'growth_interval' must be an integer"),
     ],
 )
 def test_a_bad_state_changes_nothing(change: dict[str, Any], message: str) -> None:
