@@ -10,22 +10,24 @@ Five names are enough for most loops:
 - ``OptimizerConfig`` has the rest: 8-bit moments, remainders, backends, offload.
 """
 
-from megascale.utils import torch_names as torch_names  # before all others: it names what this torch does not have
+from megascale.utils.supported_torch import explained
 
-# isort: split
-from megascale.builder import build_optimizer
-from megascale.casting import cast_model
-from megascale.chained import ChainedOptimizer
-from megascale.config import OptimizerConfig
-from megascale.distributed_optimizer import DistributedOptimizer
-from megascale.estimation import estimate
-from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
-from megascale.lion import Lion
-from megascale.optimizer import MixedPrecisionOptimizer, StepResult
-from megascale.parallel import ParallelGroups
-from megascale.step_graph import StepGraph
-from megascale.utils import gloo_threads as gloo_threads  # so that processes that use gloo also exit cleanly
-from megascale.version import VERSION
+try:
+    from megascale.builder import build_optimizer
+    from megascale.casting import cast_model
+    from megascale.chained import ChainedOptimizer
+    from megascale.config import OptimizerConfig
+    from megascale.distributed_optimizer import DistributedOptimizer
+    from megascale.estimation import estimate
+    from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+    from megascale.lion import Lion
+    from megascale.optimizer import MixedPrecisionOptimizer, StepResult
+    from megascale.parallel import ParallelGroups
+    from megascale.step_graph import StepGraph
+    from megascale.utils import gloo_threads as gloo_threads  # so that processes that use gloo also exit cleanly
+    from megascale.version import VERSION
+except (ImportError, AttributeError) as error:
+    raise explained(error)  # noqa: B904  # it has its cause
 
 __version__ = VERSION
 

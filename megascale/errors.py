@@ -37,7 +37,7 @@ class UsageError(MegascaleError, RuntimeError):
 
 
 class UnsupportedTorchError(MegascaleError, ImportError):
-    """torch does not have a private name that megascale needs. The message says which torch is supported."""
+    """torch does not have a name that megascale uses. The message says which torch is here, and which are supported."""
 
 
 class GradientError(MegascaleError, RuntimeError):

@@ -1,5 +1,5 @@
-"""What the site shows beside the files of docs/: the tables of benchmarks/results, the messages of all errors,
-and private names of torch. A row of docs/troubleshooting.md becomes a heading, which the site's search leads to.
+"""What the site shows beside the files of docs/: the tables of benchmarks/results, and the messages of all errors.
+A row of docs/troubleshooting.md becomes a heading, which the site's search leads to.
 """
 
 import importlib.util
@@ -21,7 +21,6 @@ def on_files(files: Files, config: Any) -> Files:
     """Add those pages to the site's files."""
     root = Path(config.config_file_path).parent
     files.append(File.generated(config, "messages.md", content=_load("messages").page(root / "megascale")))
-    files.append(File.generated(config, "torch_names.md", content=_load("torch_names").page(root / "megascale")))
     for path in sorted((root / RESULTS).glob("*.md")):
         page = File.generated(config, f"results/{path.name}", abs_src_path=str(path))
         page.inclusion = page.inclusion.NOT_IN_NAV

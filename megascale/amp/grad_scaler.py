@@ -22,7 +22,7 @@ from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
 from megascale.step.overflow_report import OverflowReport
-from megascale.utils import call_site, torch_names, validate, wording
+from megascale.utils import call_site, validate, wording
 from megascale.utils.graph_breaks import methods_outside_of_graphs
 from megascale.utils.transfer import to_device_async
 
@@ -113,8 +113,6 @@ class GradScaler(torch.amp.GradScaler):
             self.overflows = ScalerOverflows(max_consecutive_skips, max_overflows_at_min_scale, floor)
             self.overflows.group = process_group
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        if enabled:
-            torch_names.require_attributes(self, torch_names.AT_CONSTRUCTION)
 
     def __repr__(self) -> str:
         if not self._enabled:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup, Work, distributed_c10d
 from megascale.errors import MegascaleError, RankError, UsageError
 from megascale.utils import call_site
 from megascale.utils.dtensors import is_dtensor
+from megascale.utils.supported_torch import explained
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -440,6 +441,8 @@ def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:
 
 def gather_or_raise(value: T, error: Exception | None, group: ProcessGroup | None) -> list[T]:
     """Return every rank's ``value``, in the order of ranks; raise as :func:`raise_together` if any has an error."""
+    if error is not None:
+        error = explained(error)
     if group_size(group) == 1:
         if error is not None:
             raise error

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from megascale.utils.torch_names import missing
-
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -38,12 +36,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 def held(tensor: Tensor) -> Tensor:
     """Return the tensor that a DTensor holds as this rank's part, not a new view of it; any other tensor itself."""
-    if not is_dtensor(tensor):
-        return tensor
-    try:
-        return tensor._local_tensor
-    except AttributeError:
-        raise missing("torch.distributed.tensor.DTensor._local_tensor") from None
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def distribute_like(tensor: Tensor, like: "DTensor") -> "DTensor":

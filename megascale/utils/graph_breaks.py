@@ -10,6 +10,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from megascale.utils.supported_torch import explaining
+
 C = TypeVar("C", bound=type)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,8 +27,13 @@ def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def methods_outside_of_graphs(cls: C) -> C:
-    """Decorate all public methods of a class with :func:`outside_of_graphs`; not those that it inherits."""
+    """Decorate all public methods of a class with :func:`outside_of_graphs`; not those that it inherits.
+
+    Their errors, and the constructor's, of a name that torch lacks are UnsupportedTorchError.
+    """
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and not name.startswith("_"):
-            setattr(cls, name, outside_of_graphs(method))
+            setattr(cls, name, outside_of_graphs(explaining(method)))
+        elif name == "__init__":
+            setattr(cls, name, explaining(method))
     return cls

@@ -16,7 +16,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from megascale.kernels.native import levels
-from megascale.utils.torch_names import NEWEST, OLDEST
+from megascale.utils.supported_torch import NEWEST, OLDEST
 from megascale.version import VERSION
 
 ROOT = Path(__file__).parents[2]

@@ -33,9 +33,9 @@ def _reference() -> str:
 
 
 def test_every_page_has_its_place() -> None:
-    """mkdocs.yml names every page once, and none but these; README.md leads to the first. Two are made of code."""
+    """mkdocs.yml names every page once, and none but these; README.md leads to the first. One is made of code."""
     pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]
-    assert sorted(_nav()) == sorted([*pages, "messages.md", "torch_names.md"])
+    assert sorted(_nav()) == sorted([*pages, "messages.md"])
     assert "docs/index.md" in (ROOT / "README.md").read_text()
 
 

@@ -1,72 +1,38 @@
 """Private names of torch: each that the library uses is in its list, and the torch that is installed has it."""
 
-import importlib.util
 import inspect
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from megascale.amp import GradScaler
+from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import UnsupportedTorchError
-from megascale.utils import torch_names
-from megascale.utils.torch_names import NAMES
+from megascale.utils import collectives
+from megascale.utils.supported_torch import NEWEST, OLDEST, explained
+from tests.torch_names import NAMES, listed_as, resolve, uses
 
 ROOT = Path(__file__).parents[2]
-PATHS = [name.path for name in NAMES]
 
 
-def _load() -> ModuleType:
-    """Return the module that finds them in the source, as the site's hooks load it."""
-    spec = importlib.util.spec_from_file_location("torch_names", ROOT / "docs/assets/torch_names.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_the_list_is_what_is_used() -> None:
+    """Who uses another private name says what it is for; the list has no name that the library does without."""
+    found = uses(ROOT / "megascale")
+    assert {use: sorted(files) for use, files in found.items() if not listed_as(use)} == {}
+    assert NAMES.keys() - {path for use in found for path in listed_as(use)} == set()
 
 
-finder = _load()
-
-
-@pytest.fixture(scope="module")
-def uses() -> dict[str, set[str]]:
-    """The private names that the library uses, with the files."""
-    found: dict[str, set[str]] = finder.uses(ROOT / "megascale")
-    return found
-
-
-def test_every_use_is_listed(uses: dict[str, set[str]]) -> None:
-    """Who uses another private name says what it is for, and what happens when it is gone."""
-    assert {use: sorted(files) for use, files in uses.items() if not finder.listed_as(use, PATHS)} == {}
-
-
-def test_every_listed_name_is_used(uses: dict[str, set[str]]) -> None:
-    """The list has no name that the library does without, and none twice."""
-    used = {path for use in uses for path in finder.listed_as(use, PATHS)}
-    assert [path for path in PATHS if path not in used] == []
-    assert len(set(PATHS)) == len(PATHS)
-    assert not [files for files in uses.values() if "utils/torch_names.py" in files], "the list uses nothing itself"
-
-
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", NAMES)
 def test_torch_has_it(path: str) -> None:
     """A torch that has lost a name is found by this test, before a release; where the name is not an attribute of a
-    class it is in the class's source, or in torch's headers.
+    class it is in the class's source.
     """
-    if path.startswith("C++ "):
-        headers = Path(torch.__file__).parent / "include"
-        found = [headers / name for name in ("torch/csrc/autograd/python_variable.h", "c10/core/TensorImpl.h")]
-        found += [headers / name for name in ("c10/core/Storage.h", "ATen/core/TensorBase.h")]
-        assert any(re.search(rf"\b{path[4:]}\b", header.read_text()) for header in found)
-        return
     owner, _, name = path.rpartition(".")
-    holder = finder.resolve(owner)
+    holder = resolve(owner)
     assert hasattr(holder, name) or re.search(rf"\b{name}\b", inspect.getsource(holder)), path
 
 
@@ -94,53 +60,59 @@ def test_uses_are_found(kind: str, tmp_path: Path) -> None:
     source, name = SOURCES[kind]
     ours = "\nclass Own:\n    def __init__(self):\n        self._own = 1\n    def g(self, other): return other._own"
     (tmp_path / "used.py").write_text(source + ours)
-    assert finder.uses(tmp_path) == {name: {"used.py"}}
+    assert uses(tmp_path) == {name: {"used.py"}}
 
 
-def test_a_name_that_is_gone_is_an_error_at_import() -> None:
-    """Not an AttributeError in the middle of a step: the message says what is missing, which torch is here, and which
-    are supported.
-    """
-    program = "import torch; del torch._foreach_copy_; import megascale"
+SUPPORTED = f"megascale supports torch {OLDEST} to {NEWEST}"
+
+
+def test_a_name_that_is_gone_at_import() -> None:
+    """Not an ImportError of torch: the message says what is missing, which torch is here, and which are supported."""
+    program = "import torch._compile; del torch._compile._disable_dynamo; import megascale"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
-        f"megascale.errors.UnsupportedTorchError: torch {torch.__version__} has no torch._foreach_copy_, which"
+        f"megascale.errors.UnsupportedTorchError: torch {torch.__version__} lacks what megascale needs"
     )
-    assert f"supports torch {torch_names.OLDEST} to {torch_names.NEWEST}" in last
+    assert f"'_disable_dynamo'; {SUPPORTED}" in last
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "torch.optim.Optimizer._no_such_hooks",
-        "torch.nn.Module._no_such_parameters",
-        "torch._no_such_module.name",
-        "torch.distributed.distributed_c10d._no_such_store",
-    ],
-)
-def test_names_of_instances_and_modules_are_missed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what torch makes in a constructor, and what is in a module."""
-    monkeypatch.setattr(torch_names, "NAMES", (torch_names.TorchName(path, "a test"),))
-    with pytest.raises(UnsupportedTorchError, match=re.escape(path)):
-        torch_names.require()
+def test_a_name_that_is_gone_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an AttributeError, and nothing has changed."""
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    config = OptimizerConfig(bf16=True, clip_grad=1.0, backend="torch")
+    optimizer = MixedPrecisionOptimizer(torch.optim.Adam([param], lr=0.5), config)
+    param.grad = torch.ones_like(param)
+    monkeypatch.delattr(torch, "_fused_adam_")
+    with pytest.raises(UnsupportedTorchError, match=f"'_fused_adam_'; {SUPPORTED}"):
+        optimizer.step()
+    assert param.tolist() == [1.0] * 4
 
 
-def test_a_scaler_without_an_attribute_of_torchs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The subclass decides by attributes that torch's constructor makes."""
-    gone = torch_names.TorchName("torch.amp.GradScaler._no_such_scale", "a test", torch_names.AT_CONSTRUCTION)
-    monkeypatch.setattr(torch_names, "NAMES", (gone,))
-    GradScaler("cpu", enabled=False)
-    with pytest.raises(UnsupportedTorchError, match=r"no torch\.amp\.GradScaler\._no_such_scale"):
-        GradScaler("cpu")
+def test_errors_of_others_stay_what_they_are() -> None:
+    """A user's code that asks torch for a name in a hook, and an attribute of the user's own."""
+
+    def raised(code: str, module: str) -> Exception:
+        try:
+            exec(code, {"torch": torch, "__name__": module})
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    for code, module in (("torch._gone", "train"), ("''._gone", "megascale.x"), ("torch.gone", "megascale.x")):
+        error = raised(code, module)
+        assert explained(error) is error
+    for code in ("torch._gone", "torch.ones(())._gone", "torch.nn.Linear(1, 1)._gone", "import torch._gone.x"):
+        with pytest.raises(UnsupportedTorchError, match=r"_gone.*; megascale supports"):
+            collectives.raise_together(raised(code, "megascale.step.x"), None)
 
 
 def test_versions_are_told_alike() -> None:
     """The oldest torch is that of pyproject.toml and the page; the page and the workflow name the newest, too."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"torch>={torch_names.OLDEST}" in project["dependencies"]
+    assert f"torch>={OLDEST}" in project["dependencies"]
     for file in ("docs/platforms.md", ".github/workflows/release.yml"):
         told = (ROOT / file).read_text()
-        assert torch_names.OLDEST in told, file
-        assert torch_names.NEWEST in told, file
+        assert OLDEST in told, file
+        assert NEWEST in told, file
