@@ -66,7 +66,7 @@ FREE = {
     "overlap_cpu_optimizer_d2h_h2d": "when a rank's own weights arrive; the bits are the same",
     "pin_cpu_grads": "the kind of a rank's own memory",
     "pin_cpu_params": "the same",
-    "use_distributed_optimizer": "another class, which tests/distributed/test_construction.py compares",
+    "use_distributed_optimizer": "another class, which tests/distributed/test_one_rank_differs.py compares",
 }
 
 
@@ -180,20 +180,6 @@ def test_a_late_host_names_the_setting_of_the_step_before(ranks: RankPool) -> No
         for message, landed in ranks.run(2, _late_setting, steps):
             assert "lr of param group 0 is 0.1 on rank 0 and 1.1 on rank 1;" in message
             assert landed
-
-
-def _other_holders() -> str:
-    world = dist.group.WORLD
-    groups = ParallelGroups(data_parallel=None if dist.get_rank() else world, grad_stats=world)
-    bag, optimizer = _made(groups=groups)
-    _backward(bag)
-    return message_of(UsageError, optimizer.step)
-
-
-def test_other_groups_on_one_rank_are_named(ranks: RankPool) -> None:
-    """Where rank 0 holds its parameters with rank 1, and that one believes that it holds them alone."""
-    for message in ranks.run(2, _other_holders):
-        assert "groups.data_parallel is (0, 1) on rank 0 and () on rank 1;" in message
 
 
 def _groups_emptied(way: str) -> str:
