@@ -5,8 +5,7 @@ parameters. Parameters determine them, not gradients, so that a rank without gra
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,21 +19,16 @@ from megascale.utils.dtensors import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Squares = dict["DeviceMesh", Tensor]
-"""By mesh, the sum of squares of the gradients on it, 0-d: this rank's, and after the all-reduce the mesh's."""
+Squares = dict["DeviceMesh | None", Tensor]
+"""By mesh, the sum of squares of the gradients on it, 0-d: this rank's, and after the all-reduce the mesh's. None: of
+plain gradients, this rank's own."""
 
 
-@dataclass(frozen=True)
-class RankSet:
+class RankSet(NamedTuple):
     """Ranks that add up numbers together: summing over each of ``groups`` in turn sums over all ``members``."""
 
     members: frozenset[int]
     groups: tuple[ProcessGroup, ...]
-
-    @classmethod
-    def of_group(cls, group: ProcessGroup | None) -> "RankSet":
-        """Return the ranks of ``group``; None: this rank alone."""
-        return cls(ranks_of(group), () if group is None else (group,))
 
     @classmethod
     def of_mesh(cls, mesh: "DeviceMesh") -> "RankSet":
@@ -45,12 +39,11 @@ class RankSet:
         """
         if mesh.get_coordinate() is None:
             return cls(frozenset(), ())
-        if mesh.ndim == 1:
-            return cls.of_group(mesh.get_group())
-        members = frozenset(mesh.mesh.flatten().tolist())
-        if members == ranks_of(dist.group.WORLD):
-            return cls.of_group(dist.group.WORLD)
-        return cls(members, tuple(mesh.get_group(dim) for dim in range(mesh.ndim)))
+        groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+        if len(groups) == 1:
+            return cls(ranks_of(groups[0]), groups)
+        members, world = frozenset(mesh.mesh.flatten().tolist()), dist.group.WORLD
+        return cls(members, groups if world is None or members != ranks_of(world) else (world,))
 
     def total(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of 0-d tensors over all members, in one message."""
@@ -69,27 +62,23 @@ class Agreement:
     Args:
         params: the optimizer's parameters, in an order that all ranks share.
         process_group: see :class:`megascale.amp.GradScaler`.
+
+    Attributes:
+        meshes: of the parameters, in their order.
+        is_alone: whether this rank decides alone.
     """
 
     def __init__(self, params: Iterable[Tensor], process_group: ProcessGroup | None) -> None:
         odd = [param for param in params if type(param) is not nn.Parameter]
         meshes = dict.fromkeys(param.device_mesh for param in odd if is_dtensor(param))
-        self._of_mesh = {mesh: RankSet.of_mesh(mesh) for mesh in meshes}
+        self.meshes = {mesh: RankSet.of_mesh(mesh) for mesh in meshes}
+        given = [] if process_group is None else [RankSet(ranks_of(process_group), (process_group,))]
         distinct: dict[frozenset[int], RankSet] = {}
-        for rank_set in [RankSet.of_group(process_group), *self._of_mesh.values()]:
+        for rank_set in [*given, *self.meshes.values()]:
             if len(rank_set.members) > 1:
                 distinct.setdefault(rank_set.members, rank_set)
         self._rank_sets = [one for ranks, one in distinct.items() if not any(ranks < other for other in distinct)]
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank decides alone."""
-        return not self._rank_sets
-
-    @property
-    def meshes(self) -> "list[DeviceMesh]":
-        """The meshes of the parameters, in their order."""
-        return list(self._of_mesh)
+        self.is_alone = not self._rank_sets
 
     def agree(self, found_inf: Tensor, squares: Squares | None = None) -> tuple[Tensor, Squares]:
         """Return `found_inf` of all ranks, exactly 0 or 1, and each mesh's sum of squares.
@@ -97,13 +86,14 @@ class Agreement:
         ``found_inf`` is fp32 and 0-d. ``squares`` has an entry for each of :attr:`meshes`, or is None.
         """
         squares = dict(squares or {})
-        waiting = dict(squares)
+        waiting = [mesh for mesh in self.meshes if mesh in squares]
         for rank_set in self._rank_sets:
             # The squares of a mesh with the same ranks travel in the same message.
-            carried = [mesh for mesh in waiting if self._of_mesh[mesh].members == rank_set.members]
-            found_inf, *sums = rank_set.total([found_inf, *(waiting.pop(mesh) for mesh in carried)])
+            carried = [mesh for mesh in waiting if self.meshes[mesh].members == rank_set.members]
+            found_inf, *sums = rank_set.total([found_inf, *(squares[mesh] for mesh in carried)])
             squares.update(zip(carried, sums, strict=True))
-        for mesh, mine in waiting.items():
-            [squares[mesh]] = self._of_mesh[mesh].total([mine])
+            waiting = [mesh for mesh in waiting if mesh not in carried]
+        for mesh in waiting:
+            [squares[mesh]] = self.meshes[mesh].total([squares[mesh]])
         # torch's fused optimizers skip where found_inf is 1, not where it is 2.
         return (found_inf > 0).float(), squares

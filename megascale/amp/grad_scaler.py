@@ -238,19 +238,16 @@ class GradScaler(torch.amp.GradScaler):
         _check_unscaled(state)
         stats = (grads or LocalGrads(optimizer, coalesced=True)).measure(self._backend)
         agreement = Agreement(_params(optimizer), self.process_group)
-        alone = torch.zeros((), dtype=stats_dtype(scale.device), device=scale.device)
-        squares: Squares = {mesh: torch.zeros_like(alone) for mesh in agreement.meshes}
+        nothing = torch.zeros((), dtype=stats_dtype(scale.device), device=scale.device)
+        squares: Squares = dict.fromkeys([None, *agreement.meshes], nothing)
         for location, found in stats.items():
-            share = squares_in(location, found).to(alone, non_blocking=scale.device.type != "cpu")
-            if location.mesh is None:
-                alone = alone + share
-            else:
-                squares[location.mesh] = squares[location.mesh] + share
+            share = squares_in(location, found).to(nothing, non_blocking=scale.device.type != "cpu")
+            squares[location.mesh] = squares[location.mesh] + share
         flags = [found_in(found) for found in stats.values()]
         found_inf, squares = agreement.agree(_any(flags, scale.device), squares)
         if flags or not agreement.is_alone:
             state["found_inf_per_device"] = {scale.device: found_inf}
-        return GradMeasure(found_inf, sum(squares.values(), start=alone))
+        return GradMeasure(found_inf, sum(squares.values(), start=nothing))
 
     @torch.no_grad()
     def _unscale(

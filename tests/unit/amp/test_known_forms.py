@@ -52,6 +52,8 @@ CALLS: dict[str, Callable[[torch.optim.Optimizer, GradScaler], None]] = {
     "step": _by_step,
     "unscale_": _by_unscale,
 }
+NO_SCALER = "optimizer_step without a scaler"
+"""It makes one in each call: what is kept belongs to the optimizer."""
 
 
 def _set_grad(change: Callable[[Tensor], Tensor | None]) -> "Change":
@@ -187,6 +189,15 @@ BY_TORCH = {
 }
 """In how many of the two calls after the change torch's own step runs, where nothing is refused."""
 
+REFUSED = (
+    "gradient: of another shape",
+    "gradient: freed",
+    "gradient: cut short",
+    "gradient: larger, of the bytes of before",
+    "parameter: of another shape",
+)
+"""Changes after which the gradient no longer fits, though the same one, or one of the same form, was fit before."""
+
 
 class _Outcome(NamedTuple):
     """What training left, and how: its error, how many calls ran on our kernels, and all tensors."""
@@ -244,6 +255,8 @@ def test_what_changes_between_calls_is_followed(change: str, call: str, monkeypa
     kept = _trained(CHANGES[change], call, monkeypatch, forgets=False)
     anew = _trained(CHANGES[change], call, monkeypatch, forgets=True)
     assert kept[:2] == anew[:2]
+    if change in REFUSED:
+        assert kept.error.startswith("GradientError: the gradient of parameter 2 with a gradient")
     assert len(kept.tensors) == len(anew.tensors)
     for mine, theirs in zip(kept.tensors, anew.tensors, strict=True):
         assert mine.dtype == theirs.dtype
@@ -253,23 +266,6 @@ def test_what_changes_between_calls_is_followed(change: str, call: str, monkeypa
             assert bits_equal(mine.resolve_neg(), theirs.resolve_neg())
     if HAS_KERNELS and call == "optimizer_step":
         assert kept.on_kernels == WARM + (0 if kept.error else 2 - BY_TORCH.get(change, 0))
-
-
-REFUSED = (
-    "gradient: of another shape",
-    "gradient: freed",
-    "gradient: cut short",
-    "gradient: larger, of the bytes of before",
-    "parameter: of another shape",
-)
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("change", REFUSED)
-def test_gradient_that_no_longer_fits_is_refused(change: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after calls in which the same gradient, or one of the same form, was fit: a named error."""
-    outcome = _trained(CHANGES[change], call, monkeypatch, forgets=False)
-    assert outcome.error.startswith("GradientError: the gradient of parameter 2 with a gradient")
 
 
 class _Readings:
@@ -296,7 +292,7 @@ class _Readings:
 @pytest.mark.skipif(not HAS_KERNELS, reason="no kernels here but torch's")
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("num_tensors", [6, 60])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [*CALLS, NO_SCALER])
 def test_each_list_is_read_once_in_a_call(
     call: str, num_tensors: int, num_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,13 +303,16 @@ def test_each_list_is_read_once_in_a_call(
     params = [nn.Parameter(torch.ones(3)) for _ in range(num_tensors)]
     groups = [{"params": params[index::num_groups]} for index in range(num_groups)]
     optimizer, scaler = torch.optim.AdamW(groups, fused=True), GradScaler("cpu", 4.0)
-    lists = num_groups * (5 if call == "optimizer_step" else 2)
+    lists = num_groups * (5 if call in ("optimizer_step", NO_SCALER) else 2)
     readings = _Readings(monkeypatch)
     found = []
     for _ in range(4):
         for param in params:
             param.grad = torch.ones(3)
-        CALLS[call](optimizer, scaler)
+        if call == NO_SCALER:
+            optimizer_step(torch.zeros((), requires_grad=True), optimizer, None, 0.5, zero_grad=False)
+        else:
+            CALLS[call](optimizer, scaler)
         found.append(readings.take())
     later = (0 if forms_module.TensorGuards else lists, lists, lists)
     assert found == [(lists, 0, lists), (lists, lists, lists), later, later]
@@ -371,19 +370,6 @@ def test_what_is_kept_holds_no_tensor(call: str) -> None:
     del optimizer
     gc.collect()  # torch's optimizers are in cycles of their own
     assert held() is None
-
-
-def test_forms_are_kept_without_a_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """optimizer_step() without a GradScaler makes one in each call; what is kept belongs to the optimizer."""
-    params, optimizer = _built()
-    readings = _Readings(monkeypatch)
-    for step in range(4):
-        for at, param in enumerate(params):
-            param.grad = _grad_for(param, at)
-        optimizer_step(torch.zeros((), requires_grad=True), optimizer, None, 0.5, zero_grad=False)
-        taken = readings.take()
-        if step >= 2 and forms_module.TensorGuards:
-            assert taken[0] == 0
 
 
 def test_two_optimizers_keep_forms_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
