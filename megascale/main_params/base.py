@@ -14,7 +14,7 @@ from megascale.config import StepConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, listed
 from megascale.kernels import is_plain, plain
 from megascale.main_params.group_scales import place_scales
-from megascale.main_params.host_twin import HostTwin, goes, host_twins
+from megascale.main_params.host_buffers import HostBuffers, host_memory
 from megascale.main_params.main_param import MainParam, check_apart, check_trainable, main_param_of
 from megascale.main_params.residence import Residence
 from megascale.main_params.shard import ParamShard
@@ -24,7 +24,7 @@ from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.autograd import detached, without_grad
 from megascale.utils.collectives import full_tensor
-from megascale.utils.dtensors import distribute_like, is_dtensor
+from megascale.utils.dtensors import distribute_like, is_dtensor, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.identity import are_same
 
@@ -213,7 +213,7 @@ class MainParams:
     def make_units(self) -> list[UpdateUnit]:
         """Return the units of :attr:`ordered`: here one for each param group.
 
-        Those with a twin in host memory are cut into slices: while one travels, the next is updated.
+        Those in host memory are cut into slices: while one travels, the next is updated.
         """
         return [unit for group, params in enumerate(self.ordered) for unit in units_of(group, params)]
 
@@ -223,23 +223,29 @@ class MainParams:
             self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
             self.offload_fraction = config.optimizer_offload_fraction
 
-    def twins(self, parts: Mapping[str, Tensor], runs: Sequence[tuple[Iterable[str], int]]) -> Mapping[str, HostTwin]:
-        """Return new twins of 16-bit model params, by name, where copies live in host memory; none elsewhere.
+    def host_buffers(
+        self, parts: Mapping[str, Tensor], runs: Sequence[tuple[Iterable[str], int]]
+    ) -> Mapping[str, HostBuffers]:
+        """Return new host memory of 16-bit model params, by name, where copies live there; none elsewhere.
 
         Args:
             parts: of the model params, by name.
             runs: names that leave or stay together, with their number of elements, which is the same on all ranks; in
                 the order of forward. Those that it needs first stay where they are, as far as the fraction lets.
+
+        Raises UsageError if there is too little host memory.
         """
         if self.arrivals is None:
             return {}
         halves = [(names, numel) for names, numel in runs if all(parts[name].dtype in HALF_DTYPES for name in names)]
-        there: dict[str, Tensor] = {}
-        for (names, _), is_gone in zip(halves, goes([run[1] for run in halves], self.offload_fraction), strict=True):
-            if is_gone:
-                there |= {name: parts[name] for name in names}
-        made = host_twins(list(there.values()), pin=self.pins_params)
-        return dict(zip(there, made, strict=True))
+        staying = (1 - self.offload_fraction) * sum(numel for _, numel in halves)
+        there: list[str] = []
+        for names, numel in halves:
+            staying -= numel
+            if staying < 0 or self.offload_fraction == 1.0:
+                there += names
+        memory = host_memory([to_local(parts[name]) for name in there], pin=self.pins_params)
+        return dict(zip(there, map(HostBuffers, memory), strict=True))
 
     def wait_for_arrivals(self) -> None:
         """Wait until weights have come from host memory, where they are updated there."""
@@ -248,11 +254,11 @@ class MainParams:
 
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
         """Return new main params for ``params`` (by name), with the model's values. ``group_of``: their groups."""
-        twins = self.twins(params, [([name], param.numel()) for name, param in params.items()])
-        slabs = Slabs(twins[name].weights if name in twins else param for name, param in params.items())
+        on_host = self.host_buffers(params, [([name], param.numel()) for name, param in params.items()])
+        slabs = Slabs(on_host[name].weights if name in on_host else param for name, param in params.items())
         as_remainder = self.stores_remainders
         return [
-            main_param_of(name, param, None, slabs, as_remainder=as_remainder, twin=twins.get(name))
+            main_param_of(name, param, None, slabs, as_remainder=as_remainder, on_host=on_host.get(name))
             for name, param in params.items()
         ]
 
@@ -309,7 +315,7 @@ class MainParams:
         ``group``: group size of a per-group tensor (1-D, such as the scales of codes); 1 for a per-element tensor.
         """
         known = self._by_id.get(id(param))
-        like = param if known is None or known.twin is None else known.main  # which is in host memory
+        like = param if known is None or known.on_host is None else known.main  # which is in host memory
         return place_scales(value, like, dtype) if group > 1 else _place_like(value, like, dtype)
 
     def local_part(self, param: MainParam, value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megascale.grad_sync.grad_hook import owner_of
-from megascale.main_params.host_twin import HostTwin, fits
+from megascale.main_params.host_buffers import HostBuffers
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.utils.collectives import is_alone_in_world
@@ -29,11 +29,11 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GradCopies:
-    """Copies gradients of parameters with a twin into the twin, on a stream of its own.
+    """Copies gradients of parameters whose main params live in host memory, on a stream of its own.
 
     A gradient travels with the pass of backward that was the step's last one the step before: once, whatever the number
-    of micro-batches. A GradSync knows the last one: its main grads travel with that. Nothing travels to a twin that the
-    thread still reads, or of which the size is not known yet.
+    of micro-batches. A GradSync knows the last one: its main grads travel with that. Nothing travels where the thread
+    still reads, or to memory that is not there yet.
 
     Where there are other processes, gradients in ``param.grad`` do not travel, except those of DTensors: their averages
     come after backward, uncounted.
@@ -47,72 +47,76 @@ class GradCopies:
         self._device = device
         self._arrivals = arrivals
         self._stream = torch.Stream(device)
-        self._slots: WeakKeyDictionary[HostTwin, int] = WeakKeyDictionary()
+        self._slots: WeakKeyDictionary[HostBuffers, int] = WeakKeyDictionary()
         self._sums = torch.zeros(0, dtype=torch.int64, device=device)
-        self._passes: WeakKeyDictionary[HostTwin, int] = WeakKeyDictionary()
-        self._usual_passes: WeakKeyDictionary[HostTwin, int] = WeakKeyDictionary()
-        self._copied: dict[HostTwin, _Copied] = {}
+        self._passes: WeakKeyDictionary[HostBuffers, int] = WeakKeyDictionary()
+        self._usual_passes: WeakKeyDictionary[HostBuffers, int] = WeakKeyDictionary()
+        self._copied: dict[HostBuffers, _Copied] = {}
         self._are_awaited = True
         self._hooks: dict[int, RemovableHandle] = {}
         finalize(self, _remove, self._hooks).atexit = False
 
     def follow(self, params: Iterable[MainParam]) -> None:
-        """Copy the gradients of ``params`` that have a twin from now on; of others no longer."""
+        """Copy the gradients of those of ``params`` that are in host memory from now on."""
         for param in params:
             before = self._hooks.pop(id(param.model), None)
             if before is not None:
                 before.remove()
-            if param.twin is not None:
-                self._slots[param.twin] = len(self._slots)
+            if param.on_host is not None:
+                self._slots[param.on_host] = len(self._slots)
                 owner = owner_of(param.model)
                 if owner is None and not param.model.requires_grad:
                     continue  # torch takes no hook; if it is trained again, steps copy its gradient
                 if owner is None:
-                    hook = _weakly(self, GradCopies.take, param.twin)
+                    hook = _weakly(self, GradCopies.take, param.on_host)
                     self._hooks[id(param.model)] = param.model.register_post_accumulate_grad_hook(hook)
                 else:
                     # The GradSync may live longer than the copies.
-                    reduced = _weakly(self, GradCopies.take_reduced, param.twin, param.model)
+                    reduced = _weakly(self, GradCopies.take_reduced, param.on_host, param.model)
                     self._hooks[id(param.model)] = owner.register_reduced_hook(param.model, reduced)
-        self._slots = WeakKeyDictionary({twin: at for at, twin in enumerate(self._slots)})  # some may be gone
+        self._slots = WeakKeyDictionary({buffers: at for at, buffers in enumerate(self._slots)})  # some may be gone
         self._copied.clear()
         self._sums = torch.zeros(len(self._slots), dtype=torch.int64, device=self._device)
         keep(self._sums, self._stream)  # this object may be dropped meanwhile
 
     @torch.no_grad()
-    def take(self, twin: HostTwin, model: nn.Parameter) -> None:
+    def take(self, buffers: HostBuffers, model: nn.Parameter) -> None:
         """Copy the gradient that backward has just made."""
-        passes = self._passes[twin] = self._passes.get(twin, 0) + 1
-        is_final = passes >= self._usual_passes.get(twin, 1) and (is_dtensor(model) or is_alone_in_world())
+        passes = self._passes[buffers] = self._passes.get(buffers, 0) + 1
+        is_final = passes >= self._usual_passes.get(buffers, 1) and (is_dtensor(model) or is_alone_in_world())
         if model.grad is not None and is_final:
-            self._copy(model, twin, model.grad)
+            self._copy(model, buffers, model.grad)
 
     @torch.no_grad()
-    def take_reduced(self, twin: HostTwin, model: nn.Parameter, grad: Tensor) -> None:
+    def take_reduced(self, buffers: HostBuffers, model: nn.Parameter, grad: Tensor) -> None:
         """Copy what this rank keeps of a main grad, which is reduced behind the work of the current stream."""
         if grad.numel():
-            self._copy(model, twin, grad)
+            self._copy(model, buffers, grad)
 
-    def _copy(self, model: nn.Parameter, twin: HostTwin, grad: Tensor) -> None:
-        """Copy a gradient behind the work of the current stream, where its twin is free.
+    def _copy(self, model: nn.Parameter, buffers: HostBuffers, grad: Tensor) -> None:
+        """Copy a gradient behind the work of the current stream, where its memory is free.
 
         If its memory is freed before the step it needs not be kept for the stream: its copy does not count.
         """
         local = held(grad)
-        if not fits(twin.grad, local) or self._arrivals.is_updating(model):
+        memory = buffers.memory_for(local)
+        if memory is None or self._arrivals.is_updating(model):
             return
         self._stream.wait_stream(current_stream(self._device))
         with self._stream:
             # First the sum: a write between the two is then seen.
-            torch.sum(_bits(local), tuple(range(local.dim())), dtype=torch.int64, out=self._sums[self._slots[twin]])
-            twin.grad.copy_(local, non_blocking=True)
+            torch.sum(_bits(local), tuple(range(local.dim())), dtype=torch.int64, out=self._sums[self._slots[buffers]])
+            memory.copy_(local, non_blocking=True)
         self._are_awaited = False
-        self._copied[twin] = _Copied(ref(grad), local.data_ptr(), _versions(grad))
+        self._copied[buffers] = _Copied(ref(grad), local.data_ptr(), _versions(grad))
 
-    def join(self, measured: Iterable[tuple[HostTwin, Tensor]]) -> "Joined":
-        """Let the current stream wait for all copies; return which of them count. The next step begins.
+    def join(self, measured: Iterable[tuple[HostBuffers, Tensor]]) -> tuple[frozenset[HostBuffers], Tensor]:
+        """Let the current stream wait for all copies. The next step begins.
 
-        ``measured``: local gradients, with the twins of their parameters.
+        Returns what holds the gradient as the step has measured it, and whether one of these gradients was written,
+        uncounted, after its copy: one element, on the device.
+
+        ``measured``: local gradients, with the host memory of their parameters.
         """
         self._usual_passes, self._passes = self._passes, WeakKeyDictionary()
         copied, self._copied = self._copied, {}
@@ -120,26 +124,14 @@ class GradCopies:
             current_stream(self._device).wait_stream(self._stream)
             self._are_awaited = True
         if not copied:
-            return Joined(frozenset(), torch.zeros((), device=self._device))
+            return frozenset(), torch.zeros((), device=self._device)
         sums = list(self._sums.unbind())
         there = set()
-        for twin, grad in measured:
-            if twin in copied and copied[twin].is_of(grad):
-                there.add(twin)
-                sums[self._slots[twin]] = torch.sum(_bits(grad), dtype=torch.int64)
-        return Joined(frozenset(there), (torch.stack(sums) != self._sums).any())
-
-
-class Joined(NamedTuple):
-    """What was copied in backward.
-
-    Attributes:
-        twins: that hold the gradients as the step has measured them.
-        are_written: whether one of these was written, uncounted, after its copy: one element, on the device.
-    """
-
-    twins: frozenset[HostTwin]
-    are_written: Tensor
+        for buffers, grad in measured:
+            if buffers in copied and copied[buffers].is_of(grad):
+                there.add(buffers)
+                sums[self._slots[buffers]] = torch.sum(_bits(grad), dtype=torch.int64)
+        return frozenset(there), (torch.stack(sums) != self._sums).any()
 
 
 class _Copied(NamedTuple):

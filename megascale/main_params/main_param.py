@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megascale.errors import ArgumentTypeError, UsageError
 from megascale.kernels import memory_fault, shares_elements, sharing
 from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode
-from megascale.main_params.host_twin import HostTwin
+from megascale.main_params.host_buffers import HostBuffers
 from megascale.main_params.slab import Slabs
 from megascale.main_params.write_tracker import WriteTracker
 from megascale.utils.dtensors import dtensor_like, held, is_dtensor, to_local
@@ -57,7 +57,7 @@ class MainParam:
         remainder: int16, in the form of ``main``, which then has memory between :meth:`decode` and :meth:`release`
             only; None: ``main`` holds the values.
         tracker, slot: the tracker, and the model param's index in it; None until it is admitted.
-        twin: where main param and state live in host memory: the model param's weights and gradient there; else None.
+        on_host: what the model param has in host memory, where main param and state live there; else None.
         narrow_state: names of the wrapped optimizer's state that has the model param's 16-bit dtype on purpose; None
             until that state is first looked at.
         form: of the model param; must not change.
@@ -73,7 +73,7 @@ class MainParam:
     remainder: Tensor | None = None
     tracker: WriteTracker | None = None
     slot: int = 0
-    twin: HostTwin | None = None
+    on_host: HostBuffers | None = None
     narrow_state: frozenset[str] | None = None
     form: ParamForm = field(init=False)
 
@@ -121,7 +121,7 @@ class MainParam:
 
     def move(self) -> None:
         """Move the main param to the device of its model param. Raises UsageError for one that lives in host memory."""
-        if self.twin is not None:
+        if self.on_host is not None:
             raise UsageError(
                 f"parameter {self.name!r} was moved after its optimizer was built with optimizer_cpu_offload=True; "
                 "move the model first"
@@ -153,7 +153,7 @@ class MainParam:
         if is_dtensor(value) != is_dtensor(self.main) or memory_fault(there) is not None or shares_elements(there):
             return False
         forms = [(one.shape, part.shape, part.dtype) for one, part in ((self.main, here), (value, there))]
-        return forms[0] == forms[1] and (self.twin is None or here.device == there.device)
+        return forms[0] == forms[1] and (self.on_host is None or here.device == there.device)
 
     def is_written(self) -> bool:
         """Return whether others have written the model param since the main param agreed with it."""
@@ -182,8 +182,8 @@ class MainParam:
 
     @property
     def rounded(self) -> Tensor:
-        """Where an update writes the main param's rounding: :attr:`part`, or its twin in host memory."""
-        return self.part if self.twin is None else self.twin.weights
+        """Where an update writes the main param's rounding: :attr:`part`, or in host memory."""
+        return self.part if self.on_host is None else self.on_host.weights
 
     def record_version(self) -> None:
         """Record that the present model param is the rounding of the main param."""
@@ -217,9 +217,9 @@ class MainParam:
         self.record_version()
 
     def _take_weights(self) -> None:
-        """Copy the model param to its twin in host memory, beside whose weights the remainder counts."""
-        if self.twin is not None:
-            self.twin.weights.copy_(self.part)
+        """Copy the model param to its weights in host memory, beside which the remainder counts."""
+        if self.on_host is not None:
+            self.on_host.weights.copy_(self.part)
 
 
 def _form_of(value: object) -> str:
@@ -236,41 +236,41 @@ def main_param_of(
     *,
     is_owned: bool = True,
     as_remainder: bool,
-    twin: HostTwin | None = None,
+    on_host: HostBuffers | None = None,
 ) -> MainParam:
     """Return a main param with the model's values.
 
     Args:
         shard: of ``model``, which the main param is to be like; None: all of it.
         as_remainder: hold it as a remainder, where it is a copy.
-        twin: make it in host memory, beside this.
+        on_host: make it in host memory, beside this.
     """
     like = model if shard is None else shard
     if model.dtype not in HALF_DTYPES:
         return MainParam(name, model, like, shard, is_copy=False, is_owned=is_owned)
     if not as_remainder:
-        main = _main_in_memory(like, slabs, twin, torch.float32)
+        main = _main_in_memory(like, slabs, on_host, torch.float32)
         to_local(main).copy_(to_local(like))
-        return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, twin=twin)
-    main = _empty_main(like, twin, torch.float32)
-    remainder = _main_in_memory(like, slabs, twin, REMAINDER_DTYPE)
-    return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, remainder=remainder, twin=twin)
+        return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, on_host=on_host)
+    main = _empty_main(like, on_host, torch.float32)
+    remainder = _main_in_memory(like, slabs, on_host, REMAINDER_DTYPE)
+    return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, remainder=remainder, on_host=on_host)
 
 
-def _main_in_memory(like: Tensor, slabs: Slabs, twin: HostTwin | None, dtype: torch.dtype) -> Tensor:
-    """Return zeros, for a main param like ``like``, on its device, or in host memory if there is a twin."""
-    if twin is None:
+def _main_in_memory(like: Tensor, slabs: Slabs, on_host: HostBuffers | None, dtype: torch.dtype) -> Tensor:
+    """Return zeros, for a main param like ``like``, on its device, or in host memory beside ``on_host``."""
+    if on_host is None:
         return slabs.zeros(like, dtype, "main")
     if is_dtensor(like):
-        main = _empty_main(like, twin, dtype)
+        main = _empty_main(like, on_host, dtype)
         to_local(main).zero_()
         return main
-    return slabs.zeros(twin.weights, dtype, "main")
+    return slabs.zeros(on_host.weights, dtype, "main")
 
 
-def _empty_main(like: Tensor, twin: HostTwin | None, dtype: torch.dtype) -> Tensor:
+def _empty_main(like: Tensor, on_host: HostBuffers | None, dtype: torch.dtype) -> Tensor:
     """Return uninitialised memory. Of a DTensor it is one of the same ranks, whose local tensor has that memory."""
-    device = like.device if twin is None else twin.weights.device
+    device = like.device if on_host is None else on_host.weights.device
     return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False, memory_format=torch.preserve_format)
 
 

@@ -91,8 +91,8 @@ class ShardedMainParams(MainParams):
             shards |= memory.parts(synced.rank)
             owned |= {place.name for place in memory.placements if place.owner in (None, synced.rank)}
         # A bucket's parameters are updated in one unit, and gathered after it: they live in one place, on all ranks.
-        twins = self.twins(shards, [(list(one.params), one.memory.flat.numel()) for one in reversed(added)])
-        slabs = Slabs(twins[name].weights if name in twins else shard for name, shard in shards.items())
+        on_host = self.host_buffers(shards, [(list(one.params), one.memory.flat.numel()) for one in reversed(added)])
+        slabs = Slabs(on_host[name].weights if name in on_host else shard for name, shard in shards.items())
         made = {
             name: main_param_of(
                 name,
@@ -101,7 +101,7 @@ class ShardedMainParams(MainParams):
                 slabs,
                 is_owned=name in owned,
                 as_remainder=self.stores_remainders,
-                twin=twins.get(name),
+                on_host=on_host.get(name),
             )
             for name, shard in shards.items()
         }

@@ -58,13 +58,13 @@ class UpdateUnit:
 
 
 def units_of(group: int, params: list[MainParam]) -> list[UpdateUnit]:
-    """Return units of parameters of one group: one of all without a twin in host memory, and slices of the others."""
-    here = [param for param in params if param.twin is None]
+    """Return units of parameters of one group: one of all on the device, and slices of those in host memory."""
+    here = [param for param in params if param.on_host is None]
     made = [UpdateUnit(group, here)] if here or not params else []
     there: list[MainParam] = []
     numel = 0
     for param in params:
-        if param.twin is None:
+        if param.on_host is None:
             continue
         if there and numel + param.main.numel() > SLICE:
             made.append(UpdateUnit(group, there))

@@ -147,9 +147,9 @@ def _send(params: Sequence[MainParam], stream: torch.Stream | None) -> None:
         torch.accelerator.set_stream(stream)  # of this thread
     with torch.no_grad():
         for param in params:
-            if param.twin is not None:
+            if param.on_host is not None:
                 # .data: a write of our own, which no version counts.
-                param.part.data.copy_(param.twin.weights, non_blocking=stream is not None)
+                param.part.data.copy_(param.on_host.weights, non_blocking=stream is not None)
                 if stream is not None:
                     keep(param.part, stream)  # the model may be dropped meanwhile
 

@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from megascale.config import StepConfig
 from megascale.errors import GradientError, InnerStepError, UsageError
-from megascale.kernels import Decision, host_backend
+from megascale.kernels import Decision, TensorList, host_backend
 from megascale.main_params.grad_copies import GradCopies
-from megascale.main_params.host_twin import HostTwin, copies_in, make_grad_memory
+from megascale.main_params.host_buffers import HostBuffers, make_grad_memory
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.step.kernel_update import KernelUpdate
@@ -50,10 +50,10 @@ def _warn_of_failure(message: str) -> None:
 
 
 class HostUpdate(InnerUpdate):
-    """Updates parameters with a twin in host memory there, others as ``beside`` does.
+    """Updates main params that live in host memory there, others as ``beside`` does.
 
     Args:
-        beside: how parameters without a twin are updated.
+        beside: updates those beside their model params.
         config: checked against the optimizer.
         device: of the model params.
         arrivals: runs the updates and sends the weights.
@@ -63,7 +63,7 @@ class HostUpdate(InnerUpdate):
         self, beside: KernelUpdate, config: StepConfig, device: torch.device, arrivals: WeightArrivals
     ) -> None:
         self._beside = beside
-        self._host = KernelUpdate(beside.optimizer, host_backend(), config, beside.rule, beside)
+        self._host = KernelUpdate(beside.optimizer, host_backend(), config, beside.rule, beside.inner_step)
         self._device = device
         self._arrivals = arrivals
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
@@ -73,24 +73,15 @@ class HostUpdate(InnerUpdate):
         self._findings = _Findings()
         self._numbers = torch.zeros(3, dtype=torch.float32, device="cpu", pin_memory=device.type != "cpu")
 
-    def _of(self, params: Sequence[MainParam]) -> InnerUpdate:
-        """Return what updates ``params``, which all have a twin or all have none."""
-        return self._host if params and params[0].twin is not None else self._beside
-
-    def _is_there(self, pending: PendingUpdate) -> bool:
-        """Whether main params and state of a unit are in host memory."""
-        return self._of(pending.params) is self._host
-
     @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        for has_twin in (True, False):
-            chosen = [param for param in params if (param.twin is not None) == has_twin]
-            if chosen:
-                self._of(chosen).create_states(options, chosen)
+        there = [param for param in params if param.on_host is not None]
+        self._host.create_states(options, there)
+        self._beside.create_states(options, [param for param in params if param.on_host is None])
         if self._overlaps:
-            self._arrivals.find_modules(param for param in params if param.twin is not None)
+            self._arrivals.find_modules(there)
         if self._copies is not None:
-            self._copies.follow(params)
+            self._copies.follow(there)
         self._findings.flags.clear()
 
     @override
@@ -122,21 +113,24 @@ class HostUpdate(InnerUpdate):
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """See :class:`InnerUpdate`. Raises InnerStepError if the update before has failed in the thread."""
         self.raise_failure()
-        there = [pending for pending in updates if self._is_there(pending)]
-        here = [pending for pending in updates if not self._is_there(pending)]
-        ready = {id(one.unit): one for one in (self._beside.prepare(here) if here else ())}
-        if there:
-            for pending in there:
-                make_grad_memory(pending.twins, pending.grads, pin=self._pins)
-            # As the thread computes them, which may read options later.
-            on_host = [replace(_copied(pending), options=_host_options(pending.options)) for pending in there]
-            for pending, prepared in zip(there, self._host.prepare(on_host), strict=True):
-                if prepared.call is None:
-                    raise UsageError(
-                        "optimizer_cpu_offload=True cannot run the optimizer's own step(), which step hooks and some "
-                        "options need; remove the hooks or the option, or set it False"
-                    )
-                ready[id(pending.unit)] = replace(prepared, options=pending.options, grads=pending.grads)
+        here, there = _here_and_there(updates)
+        ready = {id(one.unit): one for one in self._beside.prepare(here)}
+        # As the thread computes them, which may read options later.
+        on_host = [
+            replace(
+                pending,
+                grads=make_grad_memory(_buffers(pending), pending.grads, pin=self._pins),
+                options=_host_options(pending.options),
+            )
+            for pending in there
+        ]
+        for pending, prepared in zip(there, self._host.prepare(on_host), strict=True):
+            if prepared.call is None:
+                raise UsageError(
+                    "optimizer_cpu_offload=True cannot run the optimizer's own step(), which step hooks and some "
+                    "options need; remove the hooks or the option, or set it False"
+                )
+            ready[id(pending.unit)] = replace(prepared, options=pending.options, grads=pending.grads)
         return [ready[id(pending.unit)] for pending in updates]
 
     @override
@@ -165,19 +159,17 @@ class HostUpdate(InnerUpdate):
         self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
     ) -> list[OverflowFlags]:
         """See :class:`InnerUpdate`. With overlap it returns flags of the step before: this one's are not known."""
-        here = [pending for pending in updates if not self._is_there(pending)]
-        there = [pending for pending in updates if self._is_there(pending)]
+        here, there = _here_and_there(updates)
         # First what the device updates: it works while gradients travel.
-        rounded = self._beside.apply(here, decision, mark_written) if here else []
+        rounded = self._beside.apply(here, decision, mark_written)
         late = self._taken_flags()
         if not there:
             return [*rounded, *late]
-        copied = self._send_numbers(there, decision)
+        travelled = self._send_numbers(there, decision)
         # All updates are started before the first one is awaited: the thread works while the next gradients travel.
         awaited = []
         for pending in there:
-            self._send(pending, copied)
-            self._arrivals.start(pending.params, self._task(pending, self._event()))
+            self._arrivals.start(pending.params, self._task(self._sent(pending, travelled)))
             waits = not self._overlaps or self._arrivals.unawaited(pending.params)
             if self._overlaps:  # starts the gather of a sharded unit, behind the arrival of its weights
                 mark_written(pending.unit)
@@ -198,35 +190,39 @@ class HostUpdate(InnerUpdate):
         flags, self._findings.flags = self._findings.flags, []
         return [one for one in flags if bool(one.overflowed.any())]
 
-    def _send_numbers(self, updates: Sequence[PendingUpdate], decision: Decision) -> frozenset[HostTwin]:
-        """Queue the copies of what the thread must know first; return whose gradients have been copied in backward."""
+    def _send_numbers(self, updates: Sequence[PendingUpdate], decision: Decision) -> frozenset[HostBuffers]:
+        """Queue the copies of what the thread must know first; return whose gradients have travelled in backward."""
         is_late = has_streams(self._device)
         numbers = [decision.found_inf, decision.coefficient]
-        there: frozenset[HostTwin] = frozenset()
+        travelled: frozenset[HostBuffers] = frozenset()
         if self._copies is not None:
-            pairs = [pair for one in updates for pair in zip(one.params, one.grads, strict=True)]
-            joined = self._copies.join([(param.twin, grad) for param, grad in pairs if param.twin is not None])
-            numbers.append(joined.are_written)
-            there = joined.twins
+            travelled, are_written = self._copies.join(
+                pair for pending in updates for pair in zip(_buffers(pending), pending.grads, strict=True)
+            )
+            numbers.append(are_written)
         for at, number in enumerate(numbers):
             self._numbers[at : at + 1].copy_(number.reshape(1), non_blocking=is_late)
-        return there
+        return travelled
 
-    def _send(self, pending: PendingUpdate, copied: frozenset[HostTwin]) -> None:
-        """Queue the copies to the host of a unit's gradients, except those that are ``copied``."""
-        for at, param in enumerate(pending.params):
-            if param.twin is not None and param.twin.grad is not None and param.twin not in copied:
-                param.twin.grad.copy_(pending.grads[at], non_blocking=has_streams(self._device))
+    def _sent(self, pending: PendingUpdate, travelled: frozenset[HostBuffers]) -> PendingUpdate:
+        """Queue the copies of gradients that have not ``travelled``; return the unit as the host updates it."""
+        copies = []
+        for at, buffers in enumerate(_buffers(pending)):
+            if buffers.grad is not None:
+                copies.append(buffers.grad)
+                if buffers not in travelled:
+                    buffers.grad.copy_(pending.grads[at], non_blocking=has_streams(self._device))
+        return replace(pending, grads=TensorList(copies))
 
-    def _event(self) -> torch.Event | None:
-        """Return an event behind all work that is queued on the current stream; None on a CPU."""
-        return current_stream(self._device).record_event() if has_streams(self._device) else None
+    def _task(self, on_host: PendingUpdate) -> Callable[[], bool]:
+        """Return the update of one unit, which the thread runs behind the work that is queued on the current stream.
 
-    def _task(self, pending: PendingUpdate, arrived: torch.Event | None) -> Callable[[], bool]:
-        """Return the update of one unit, which the thread runs. It returns whether weights have changed."""
+        It returns whether weights have changed.
+        """
+        arrived = current_stream(self._device).record_event() if has_streams(self._device) else None
         found_inf, coefficient, are_written = self._numbers
-        on_host = Decision(found_inf, coefficient, coefficient, coefficient)
-        copied, host, findings = _copied(pending), self._host, self._findings  # not self: see _Findings
+        decision = Decision(found_inf, coefficient, coefficient, coefficient)
+        host, findings = self._host, self._findings  # not self: see _Findings
 
         def task() -> bool:
             if findings.failure.error is not None:
@@ -237,7 +233,7 @@ class HostUpdate(InnerUpdate):
                 if are_written.item() != 0:
                     raise _uncounted_write()
                 with torch.no_grad():
-                    findings.flags += host.apply([copied], on_host, _nothing)
+                    findings.flags += host.apply([on_host], decision, lambda _: None)  # the host's own memory
             except Exception as error:  # whatever it is: all ranks raise it at the next step
                 findings.failure.note(error, f"{type(error).__name__}: {error}")
                 return False
@@ -246,9 +242,15 @@ class HostUpdate(InnerUpdate):
         return task
 
 
-def _copied(pending: PendingUpdate) -> PendingUpdate:
-    """Return a unit's update with the gradients' copies in host memory."""
-    return replace(pending, grads=copies_in(pending.twins))
+def _here_and_there(updates: Sequence[PendingUpdate]) -> tuple[list[PendingUpdate], list[PendingUpdate]]:
+    """Return units beside their model params, and those in host memory: in one unit all are, or none is."""
+    are_there = [bool(pending.params) and pending.params[0].on_host is not None for pending in updates]
+    pairs = list(zip(updates, are_there, strict=True))
+    return [one for one, is_there in pairs if not is_there], [one for one, is_there in pairs if is_there]
+
+
+def _buffers(pending: PendingUpdate) -> list[HostBuffers]:
+    return [param.on_host for param in pending.params if param.on_host is not None]
 
 
 def _uncounted_write() -> GradientError:
@@ -257,10 +259,6 @@ def _uncounted_write() -> GradientError:
         "collective or by a kernel of another library, when it had travelled to host memory already; that step has "
         "updated nothing. Write param.grad itself, as grad.mul_() does, or leave overlap_cpu_optimizer_d2h_h2d=False"
     )
-
-
-def _nothing(_unit: object) -> None:
-    """Record nothing: the host's own memory was written."""
 
 
 def _host_options(options: dict[str, Any]) -> dict[str, Any]:

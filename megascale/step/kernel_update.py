@@ -87,7 +87,7 @@ class KernelUpdate(InnerUpdate):
 
     With step hooks, or options that the rule's kernels cannot run, the optimizer's own ``step()`` runs instead.
 
-    ``beside``: another one, of the same optimizer, for parameters whose memory is elsewhere.
+    ``inner_step``: of another one, of the same optimizer, for parameters whose memory is elsewhere.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class KernelUpdate(InnerUpdate):
         backend: Backend,
         config: StepConfig,
         rule: Rule,
-        beside: "KernelUpdate | None" = None,
+        inner_step: InnerStep | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.backend = backend
@@ -106,7 +106,6 @@ class KernelUpdate(InnerUpdate):
         self._kernels = backend if is_own else ReferenceBackend()
         # Else main params that are held as remainders are decoded for run().
         self.fuses_remainders = is_own and backend.fuses_remainders
-        inner_step = None if beside is None else beside.inner_step
         self.general = GeneralUpdate(optimizer, backend, inner_step)
         self._entries: list[dict[str, Any]] = []
         self._prepared: WeakKeyDictionary[UpdateUnit, _CachedOperands] = WeakKeyDictionary()

@@ -181,8 +181,8 @@ class StepMember:
         if isinstance(self.grad_sync, GradSync):
             self.grad_sync.require_idle()
         self.main_params.wait()
-        at_home = {id(param.model) for param in self.main_params if param.twin is not None}  # in host memory already
-        mains = (param.memory for param in self.main_params if param.is_copy and param.twin is None)
+        at_home = {id(param.model) for param in self.main_params if param.on_host is not None}  # in host memory already
+        mains = (param.memory for param in self.main_params if param.is_copy and param.on_host is None)
         held = (state for param, state in states_of(self.optimizer).items() if id(param) not in at_home)
         states = chain.from_iterable(map(tensors_in, held))
         self.update.release_scratch()

@@ -12,7 +12,6 @@ from megascale.kernels import (
     Operands,
     TensorList,
 )
-from megascale.main_params.host_twin import HostTwin
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import Hyper
@@ -41,11 +40,6 @@ class PendingUpdate:
     def params(self) -> list[MainParam]:
         """The main params."""
         return self.unit.params
-
-    @property
-    def twins(self) -> list[HostTwin]:
-        """Those of the main params that have one."""
-        return [param.twin for param in self.params if param.twin is not None]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import MegascaleError, UsageError
 from megascale.grad_sync import GradSync
-from megascale.main_params import host_twin, update_unit
+from megascale.main_params import host_buffers, update_unit
 from megascale.step.host_update import HostUpdate
 from megascale.utils import host_memory
 from megascale.utils.dtensors import to_local
@@ -166,7 +166,7 @@ def _too_little_on_one_rank() -> tuple[str, bool]:
     optimizer.scale_loss(module(batch(0, 0, FP16)).float().square().mean()).backward()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank():
-            patch.setattr(host_twin, "allocate", lambda *_, **__: host_memory.allocate([1 << 60], pin=False))
+            patch.setattr(host_buffers, "allocate", lambda *_, **__: host_memory.allocate([1 << 60], pin=False))
         with pytest.raises(UsageError) as caught:
             optimizer.step()
     is_unchanged = same(before, weights(module))
@@ -219,7 +219,7 @@ def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options:
         if step == 3:
             for optimizer in (ours, theirs):
                 optimizer.load_state_dict(optimizer.state_dict())
-    assert any(param.twin is not None for param in ours._member.main_params)
+    assert any(param.on_host is not None for param in ours._member.main_params)
     ours.finish_param_gather()
     return [*seen, all(map(bits_equal, *([to_local(one) for one in own.parameters()] for own in (module, twin))))]
 

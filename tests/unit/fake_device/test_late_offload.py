@@ -82,7 +82,7 @@ def test_each_wait_is_needed(on_device: OnDevice, key: str) -> None:
 WAITING = {"wait_event", "wait_stream", "synchronize"}
 MODULES = (
     "main_params.grad_copies",
-    "main_params.host_twin",
+    "main_params.host_buffers",
     "main_params.residence",
     "main_params.weight_arrivals",
     "step.host_update",

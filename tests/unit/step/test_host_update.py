@@ -124,8 +124,8 @@ def test_a_chain_with_muon(sharded: bool, way: dict[str, Any]) -> None:
     stored = {name: way[name] for name in HELD if name in way}
     (module, chain), (other_module, other) = build(way), build(stored)
     mains = [param for one in chain.optimizers for param in one._member.main_params]
-    assert {param.model.dim() for param in mains if param.twin is None} == {2}
-    assert any(param.twin is not None for param in mains)
+    assert {param.model.dim() for param in mains if param.on_host is None} == {2}
+    assert any(param.on_host is not None for param in mains)
     for step in range(3):
         data = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).bfloat16()
         for one, optimizer in ((module, chain), (other_module, other)):
@@ -414,8 +414,9 @@ def test_a_fraction(held: str, fraction: float) -> None:
     module, optimizer = _build({**WAIT, "optimizer_offload_fraction": fraction}, held)
     other_module, other = _build({}, held)
     params = list(optimizer._member.main_params)
-    gone = [param.twin is not None for param in params]
-    share = sum(param.main.numel() for param in params if param.twin is not None) / sum(p.main.numel() for p in params)
+    gone = [param.on_host is not None for param in params]
+    numels = [param.main.numel() for param in params]
+    share = sum(numel for numel, is_gone in zip(numels, gone, strict=True) if is_gone) / sum(numels)
     assert fraction <= share < fraction + 0.5
     assert gone == sorted(gone)
     for step in range(4):

@@ -1,0 +1,50 @@
+"""HostBuffers: what a model param has in host memory where its main param and state live there."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megascale.kernels import TensorList
+from megascale.utils.host_memory import allocate, dense
+
+
+class HostBuffers:
+    """Host memory of one model param, or of this rank's part of it: its next weights, and its gradient.
+
+    Attributes:
+        weights: in the form of the model param; of a DTensor, in that of its local tensor. The update writes the main
+            param's rounding into them; from there they travel to the device.
+        grad: the memory that the gradient is copied into; None before the first one.
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+        self.grad: Tensor | None = None
+
+    def memory_for(self, grad: Tensor) -> Tensor | None:
+        """Return :attr:`grad` if a gradient can be copied into it as it is, else None."""
+        here = self.grad
+        return here if here is not None and here.dtype == grad.dtype and here.shape == grad.shape else None
+
+
+def make_grad_memory(buffers: Sequence[HostBuffers], grads: TensorList, *, pin: bool) -> TensorList:
+    """Return the memory of gradients, which is made where there is none that fits. Nothing is copied.
+
+    Raises UsageError if there is too little host memory.
+    """
+    missing = [at for at, one in enumerate(buffers) if one.memory_for(grads[at]) is None]
+    for at, memory in zip(missing, host_memory([grads[at] for at in missing], pin=pin), strict=True):
+        buffers[at].grad = memory
+    return TensorList(one.grad for one in buffers if one.grad is not None)
+
+
+def host_memory(likes: Sequence[Tensor], *, pin: bool) -> list[Tensor]:
+    """Return uninitialised host tensors like ``likes``, with dense strides; small ones lie side by side.
+
+    ``pin``: pin them where one of ``likes`` is on an accelerator.
+
+    Raises UsageError if there is too little host memory.
+    """
+    pinned = pin and any(like.device.type != "cpu" for like in likes)
+    sizes = [like.numel() * like.element_size() for like in likes]
+    return [dense(memory, like) for like, memory in zip(likes, allocate(sizes, pin=pinned), strict=True)]
