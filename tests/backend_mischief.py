@@ -12,7 +12,7 @@ Undo = Callable[[], Any]
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor's storage is as large as it needs: that of one that was freed must not be read."""
-    if tensor.numel() == 0 or torch._is_zerotensor(tensor):
+    if tensor.numel() == 0:
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + last + 1) * tensor.itemsize
@@ -76,19 +76,6 @@ class _Named(Tensor):
 
 def _negative(at: Place) -> None:
     at.grad = torch._neg_view(at.grad.clone())
-
-
-def _negative_of_complex(at: Place) -> None:
-    value = at.param.detach().float().requires_grad_()
-    torch.complex(value, value * 2).conj().abs().sum().backward()
-    if at.param.dtype == torch.float32:
-        at.grad = value.grad
-    else:
-        at.grad.data = torch._neg_view(at.grad.clone())
-
-
-def _zero_tensor(at: Place) -> None:
-    at.grad = torch._efficientzerotensor(at.param.shape, dtype=at.param.dtype)
 
 
 def _expanded(at: Place) -> None:
@@ -183,8 +170,6 @@ def _the_param_itself(at: Place) -> None:
 
 GRADIENTS: dict[str, Callable[[Place], Undo | None]] = {
     "negative bit": _negative,
-    "negative bit of a complex product": _negative_of_complex,
-    "zero tensor": _zero_tensor,
     "expanded": _expanded,
     "strided": _strided,
     "transposed": _transposed,
@@ -256,12 +241,6 @@ def _param_shared(at: Place) -> None:
     at.param.share_memory_()
 
 
-def _param_for_inference(at: Place) -> None:
-    with torch.inference_mode():
-        data = at.param.detach().clone()
-    at.param.data = data
-
-
 def _param_strided(at: Place) -> Undo:
     return _replace_data(at, torch.empty(*at.param.shape, 2, dtype=at.param.dtype)[..., 0].copy_(at.param.data))
 
@@ -322,7 +301,6 @@ PARAMS: dict[str, Callable[[Place], Undo | None]] = {
     "parameter beyond fp16": _beyond_fp16,
     "parameter not finite": _not_finite,
     "parameter in shared memory": _param_shared,
-    "parameter for inference": _param_for_inference,
     "parameter strided": _param_strided,
     "parameter grown": _param_grown,
     "parameter much grown": _param_much_grown,

@@ -15,7 +15,6 @@ NAMES = {
     # Tensors
     "torch.Tensor._version": "tells that a tensor was written",
     "torch.Tensor._values": "what a sparse gradient holds, to look for inf and NaN",
-    "torch.Tensor._is_zerotensor": "tells a tensor of zeros that has no memory",
     "torch.Tensor._make_wrapper_subclass": "makes a ParamShard: a tensor with a shape and no memory",
     "torch.Tensor._post_accumulate_grad_hooks": "tells whether a parameter's gradient has an owner already",
     "torch._foreach_add_": "one call for a list of tensors",

@@ -19,8 +19,6 @@ from megascale.kernels import (
     TensorList,
     TensorStats,
     are_grads,
-    is_plain,
-    plain,
     stats_dtype,
 )
 from megascale.utils.collectives import redistribute_like
@@ -181,8 +179,7 @@ def _any_forms(forms: Forms) -> bool:
 def _require_memory(optimizer: torch.optim.Optimizer) -> None:
     """Check the memory of all plain gradients, one by one.
 
-    One whose bytes are not its values (torch's negative bit) is replaced by a copy. Raises GradientError
-    for one that has lost its memory, or that is of another shape than its parameter.
+    Raises GradientError for one that no kernel can read, or that is of another shape than its parameter.
     """
     params = [
         param
@@ -194,9 +191,6 @@ def _require_memory(optimizer: torch.optim.Optimizer) -> None:
         error = memory_error(f"parameter {index} with a gradient", param.grad, param)
         if error is not None:
             raise error
-    for param in params:
-        if not is_plain(param.grad):
-            param.grad = plain(param.grad)
 
 
 def _joined(parts: list[Sequence[Tensor]]) -> Sequence[Tensor]:

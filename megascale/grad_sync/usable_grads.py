@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megascale.errors import GradientError, sparse_gradient
 from megascale.grad_sync.grad_hook import find_under_ddp
 from megascale.grad_sync.synced_bucket import SyncedBucket
-from megascale.kernels import memory_fault
+from megascale.kernels import tensor_fault
 from megascale.utils.dtensors import is_dtensor, to_local
 
 
@@ -21,9 +21,9 @@ def gradient_error(name: str, grad: Tensor, param: Tensor) -> GradientError | No
 
 
 def memory_error(name: str, grad: Tensor, param: Tensor) -> GradientError | None:
-    """Return the error for a dense gradient that has lost its memory, or has another shape than its parameter."""
+    """Return the error for a dense gradient that no kernel can read, or that has another shape than its parameter."""
     part, own = to_local(grad), to_local(param)
-    fault = memory_fault(part)
+    fault = tensor_fault(part)
     if fault is not None:
         return GradientError(f"the gradient of {name} {fault}; run backward anew, after zero_grad()")
     if grad.shape != param.shape or part.shape != own.shape or part.device != own.device:

@@ -23,12 +23,10 @@ from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.selection import host_backend, select_backend, why_not
 from megascale.kernels.tensors.checked_memory import (
     MemoryRecord,
-    is_plain,
     memory_fault,
     overlapping,
-    plain,
-    shares_elements,
     sharing,
+    tensor_fault,
 )
 from megascale.kernels.tensors.forms import UNREADABLE, Forms, Places, rows
 from megascale.kernels.tensors.tensor_list import GradReader, ListReader, TensorList, are_grads
@@ -68,14 +66,12 @@ __all__ = [
     "describe_non_finite",
     "host_backend",
     "inverse",
-    "is_plain",
     "memory_fault",
     "overlapping",
-    "plain",
     "rows",
     "select_backend",
-    "shares_elements",
     "sharing",
     "stats_dtype",
+    "tensor_fault",
     "why_not",
 ]

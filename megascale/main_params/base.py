@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megascale.config import StepConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, listed
-from megascale.kernels import is_plain, plain
 from megascale.main_params.group_scales import place_scales
 from megascale.main_params.host_buffers import HostBuffers, host_memory
 from megascale.main_params.main_param import MainParam, check_apart, check_trainable, main_param_of
@@ -92,7 +91,6 @@ class MainParams:
         # Tables hold addresses, and two params may share memory now.
         if self._tracker.moved():
             check_apart([(param.name, param.model) for param in params])
-            _make_plain(params[index].model for index in written)
             self.restore()
             self._units = None
             written = self._tracker.written()
@@ -127,7 +125,6 @@ class MainParams:
                     group_of[name] = index
         known = [self._by_id[id(p)] for group in param_groups for p in group["params"] if id(p) in self._by_id]
         check_apart([*((param.name, param.model) for param in known), *unseen.items()])
-        _make_plain(unseen.values())
         if not self.is_sharded:
             # Parameters may be replaced, as by Accelerate under FSDP2: the old ones must not stay in memory.
             here = {id(param) for group in param_groups for param in group["params"]}
@@ -365,17 +362,6 @@ def _place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
             value = full_tensor(value)
         placed = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
         return placed.copy_(value)
-
-
-def _make_plain(params: Iterable[Tensor]) -> None:
-    """Copy parameters whose bytes are not their values, as after ``param.data = x.conj().imag``, and those that torch
-    lets nobody write, as ``x`` was created in inference mode.
-    """
-    for param in params:
-        if is_dtensor(param) or (is_plain(param) and not param.data.is_inference()):
-            continue
-        data = plain(param.data)
-        param.data = data.clone() if data.is_inference() else data
 
 
 def _list_params(param_groups: Sequence[dict[str, Any]]) -> None:

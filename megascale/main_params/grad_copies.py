@@ -169,7 +169,7 @@ def _bits(grad: Tensor) -> Tensor:
 
 def _versions(grad: Tensor) -> tuple[int, int]:
     """Return how often torch has counted a write, to a DTensor and to its local tensor."""
-    return (0 if grad.is_inference() else grad._version), held(grad)._version
+    return grad._version, held(grad)._version
 
 
 def _remove(hooks: dict[int, RemovableHandle]) -> None:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megascale.errors import ArgumentTypeError, UsageError
-from megascale.kernels import memory_fault, shares_elements, sharing
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.kernels import memory_fault, sharing, tensor_fault
 from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode
 from megascale.main_params.host_buffers import HostBuffers
 from megascale.main_params.slab import Slabs
@@ -150,7 +150,7 @@ class MainParam:
     def _can_lie_at(self, value: Tensor) -> bool:
         """Return whether ``value`` has memory of its own, and the form of the main param, on a device that may be."""
         here, there = held(self.main), held(value)
-        if is_dtensor(value) != is_dtensor(self.main) or memory_fault(there) is not None or shares_elements(there):
+        if is_dtensor(value) != is_dtensor(self.main) or tensor_fault(there) is not None:
             return False
         forms = [(one.shape, part.shape, part.dtype) for one, part in ((self.main, here), (value, there))]
         return forms[0] == forms[1] and (self.on_host is None or here.device == there.device)
@@ -162,7 +162,7 @@ class MainParam:
     def check(self) -> None:
         """Raise UsageError, naming the parameter, if the form of its model param has changed."""
         model = self.model
-        fault = memory_fault(held(model))
+        fault = tensor_fault(held(model).data)
         if fault is not None:
             raise UsageError(
                 f"parameter {self.name!r} {fault}; restore its data before the step, or build the optimizer anew"
@@ -173,7 +173,6 @@ class MainParam:
                 f"parameter {self.name!r} became {now} after the optimizer was built for {self.form}; resize, move or "
                 "cast the model first"
             )
-        _check_elements(self.name, model)
 
     @property
     def part(self) -> Tensor:
@@ -275,21 +274,20 @@ def _empty_main(like: Tensor, on_host: HostBuffers | None, dtype: torch.dtype) -
 
 
 def check_trainable(name: str, model: Tensor) -> None:
-    """Raise ArgumentTypeError, naming it, for a parameter of a dtype or layout that no step can update; UsageError for
-    one whose elements share memory, or that was created in inference mode.
+    """Raise ArgumentTypeError, naming it, for a parameter of a dtype or layout that no step can update, and
+    ArgumentError for one that no kernel can read or write.
     """
-    if model.is_inference():
-        raise UsageError(
-            f"parameter {name!r} is an inference tensor, which torch lets nobody update; create it outside "
-            "torch.inference_mode()"
-        )
     if model.dtype not in MODEL_DTYPES:
         raise ArgumentTypeError(
             f"parameter {name!r} has dtype {model.dtype}; train fp16, bf16, fp32 or fp64 parameters"
         )
     if model.layout != torch.strided:
         raise ArgumentTypeError(f"parameter {name!r} has layout {model.layout}; make it dense")
-    _check_elements(name, model)
+    local = held(model)
+    # Memory may be missing yet, as on the meta device. Data tells what the Parameter around it does not.
+    fault = None if memory_fault(local) else tensor_fault(local) or tensor_fault(local.data)
+    if fault is not None:
+        raise ArgumentError(f"parameter {name!r} {fault}")
 
 
 def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
@@ -306,12 +304,4 @@ def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
         raise UsageError(
             f"parameters {first!r} and {second!r} share memory, which two updates would write; use one Parameter in "
             "both places of the model, or give one of them a clone() of its data"
-        )
-
-
-def _check_elements(name: str, model: Tensor) -> None:
-    if shares_elements(to_local(model)):
-        raise UsageError(
-            f"several elements of parameter {name!r}, {ParamForm.of(model)} with strides {to_local(model).stride()}, "
-            "share memory, which an update would write several times; give it a clone() of its data"
         )

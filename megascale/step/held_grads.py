@@ -64,9 +64,4 @@ class HeldGrads:
         return None
 
     def _read_versions(self) -> list[int]:
-        return [0 if grad is None else _version(to_local(grad)) for _, grad in self._measured]
-
-
-def _version(grad: Tensor) -> int:
-    """Return how many writes torch has counted; 0 for a tensor of inference mode, whose writes it does not count."""
-    return 0 if grad.is_inference() else grad._version
+        return [0 if grad is None else to_local(grad)._version for _, grad in self._measured]

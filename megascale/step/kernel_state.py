@@ -13,12 +13,10 @@ from torch import Tensor
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import (
     MemoryRecord,
-    is_plain,
     memory_fault,
     overlapping,
-    plain,
-    shares_elements,
     sharing,
+    tensor_fault,
 )
 from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.group_scales import scales_like
@@ -36,7 +34,7 @@ from megascale.step.compact_state import (
     with_scales,
 )
 from megascale.step.torch_states import state_of
-from megascale.utils.dtensors import held, is_dtensor, to_local
+from megascale.utils.dtensors import held, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.transfer import to_device_async
 
@@ -114,12 +112,11 @@ class KernelState:
                         scales = torch.zeros(shape_of(name, param), dtype=dtype, device=param.main.device)
                         entry[name] = scales_like(param.main, scales)
                     elif not self._fits(name, entry[name], param):
-                        entry[name] = _with_own_memory(entry[name]).to(dtype).contiguous()
+                        entry[name] = entry[name].to(dtype).contiguous()
                 elif entry.get(name) is None:
                     entry[name] = slabs.zeros(param.main, dtype, name)
                 else:
-                    value = _with_own_memory(entry[name]).to(dtype)
-                    entry[name] = slabs.moved_in(value, param.main, name)
+                    entry[name] = slabs.moved_in(entry[name].to(dtype), param.main, name)
 
     def complete(self, params: Sequence[MainParam], names: Sequence[str], optional: Collection[str]) -> None:
         """Check the state of ``params``, and create what is missing, as at a first step.
@@ -255,11 +252,9 @@ class KernelState:
             return False
         part = to_local(value)
         if name == "step":
-            is_count = value.shape == () and value.dtype == torch.float32 and is_plain(value)
-            return is_count and not value.is_inference() and value.device == to_local(param.main).device
-        is_ours = not shares_elements(part) and (is_dtensor(value) or not value.is_inference())
+            return value.shape == () and value.dtype == torch.float32 and value.device == to_local(param.main).device
         is_dense = part.is_contiguous() or not is_scale(name)  # kernels take scales in a row
-        return value.dtype == self._dtype(name, param) and is_plain(part) and is_ours and is_dense
+        return value.dtype == self._dtype(name, param) and is_dense
 
     def _create_steps(self, entries: Sequence[dict[str, Any]], params: Sequence[MainParam]) -> None:
         steps = []
@@ -269,7 +264,7 @@ class KernelState:
             step = first if entry.get("step") is None else entry["step"]
             if not isinstance(step, Tensor):
                 step = torch.as_tensor(step, dtype=torch.float32, device="cpu")
-            steps.append(_with_own_memory(step.detach()).reshape(()).float())
+            steps.append(step.detach().reshape(()).float())
         steps = _placed(steps, [to_local(param.main).device for param in params])
         slabs = Slabs(steps)
         for entry, step in zip(entries, steps, strict=True):
@@ -305,12 +300,10 @@ def _check(name: str, value: Any, param: MainParam) -> None:
         return
     if not isinstance(value, Tensor):
         raise UsageError(f"{story} is a {type(value).__name__}; it must be a tensor")
-    fault = memory_fault(held(value))
+    fault = tensor_fault(held(value))
     if fault is not None:
-        raise UsageError(f"{story} {fault}; load the state anew")
+        raise UsageError(f"{story} {fault}; or load the state anew")
     part, main, shape = to_local(value), to_local(param.main), shape_of(name, param)
-    if is_dtensor(value) and not is_plain(part):
-        raise UsageError(f"{story} is a DTensor with the negative bit set, a lazy negation; call resolve_neg() on it")
     if name == "step":
         if value.numel() != 1 or value.dtype.is_complex:
             raise UsageError(f"{story} has shape {tuple(value.shape)} and dtype {value.dtype}; it must be one number")
@@ -323,15 +316,6 @@ def _check(name: str, value: Any, param: MainParam) -> None:
         )
     if not value.dtype.is_floating_point and not is_code(name, value):
         raise UsageError(f"{story} has dtype {value.dtype}; it must be floating point")
-
-
-def _with_own_memory(value: Tensor) -> Tensor:
-    """Return a state whose elements have memory of their own that torch lets us write: itself, or a copy."""
-    if is_dtensor(value):
-        return value
-    value = plain(value)
-    is_unusable = shares_elements(value) or value.is_inference()
-    return value.clone(memory_format=torch.contiguous_format) if is_unusable else value
 
 
 _STATE = "the optimizer's state[{name!r}][{key!r}]"
@@ -419,7 +403,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_there(tensor: Tensor) -> bool:
-    return memory_fault(tensor) is None and not tensor._is_zerotensor()
+    return memory_fault(tensor) is None
 
 
 def _has_count(entry: Any) -> bool:
@@ -446,8 +430,8 @@ def rate(options: Mapping[str, Any]) -> float | Tensor:
             f"lr of a param group must be a number, or a tensor of one, got a tensor of shape {tuple(value.shape)} and "
             f"dtype {value.dtype}"
         )
-    fault = memory_fault(value)
+    fault = tensor_fault(value)
     if fault is not None:
         raise ArgumentError(f"lr of a param group {fault}; give it a number, or a tensor of one")
-    value = plain(value.detach()).reshape(())
+    value = value.detach().reshape(())
     return value.float() if value.dtype in HALF_DTYPES or not value.dtype.is_floating_point else value

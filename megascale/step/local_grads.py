@@ -16,10 +16,8 @@ from megascale.kernels import (
     GradWeights,
     MemoryRecord,
     TensorList,
-    is_plain,
-    memory_fault,
-    plain,
     stats_dtype,
+    tensor_fault,
 )
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
@@ -259,9 +257,9 @@ class ReadyGrads:
 
     def _is_in_place(self, param: MainParam, grad: Tensor) -> bool:
         """Whether a main grad still lies in its bucket, as it was created."""
-        fits = grad.shape == to_local(param.main).shape and grad.dtype.is_floating_point and is_plain(grad)
+        fits = grad.shape == to_local(param.main).shape and grad.dtype.is_floating_point
         in_bucket = self._grad_sync is None or self._grad_sync.reduces(grad)
-        return fits and in_bucket and memory_fault(grad) is None
+        return fits and in_bucket and tensor_fault(grad) is None
 
     def _main_grad(self, param: MainParam) -> Tensor | None:
         """Return the main grad. A parameter that was frozen since takes no part."""
@@ -270,7 +268,7 @@ class ReadyGrads:
         return self._grad_sync.local_grad(param.model)
 
     def _one_by_one(self, unit: UpdateUnit) -> Found | MegascaleError:
-        """Return the parameters that have a gradient or main grad. Gradients that are not plain memory are copied."""
+        """Return the parameters that have a gradient or main grad. An error for one that no kernel can read."""
         indices: list[int] = []
         grads: list[Tensor] = []
         for index, param in enumerate(unit.params):
@@ -281,8 +279,6 @@ class ReadyGrads:
                 error = gradient_error(param.name, model.grad, model)
                 if error is not None:
                     return error
-                if not is_dtensor(model.grad) and not is_plain(model.grad):
-                    model.grad = plain(model.grad)
                 grad = to_local(model.grad)
             if grad is not None:
                 indices.append(index)
@@ -343,11 +339,11 @@ def checked_grads(unit: UpdateUnit, grads: TensorList) -> TensorList:
     Raises GradientError, naming the parameter, for one that is no longer what it was.
     """
     for param, grad in zip(unit.params, grads, strict=True):
-        fault = memory_fault(grad)
+        fault = tensor_fault(grad)
         shape, device = to_local(param.main).shape, param.part.device  # the main param may be in host memory
         if fault is not None or grad.shape != shape or grad.device != device:
             raise GradientError(
                 f"the gradient of {param.name!r} {fault or f'became {tuple(grad.shape)} on {grad.device}'} between "
                 "prepare_grads() and step_with_ready_grads(); leave gradients in place until the step is done"
             )
-    return TensorList(grad if is_plain(grad) else plain(grad) for grad in grads)
+    return TensorList(grads)

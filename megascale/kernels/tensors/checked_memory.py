@@ -10,8 +10,8 @@ native.c and Triton's kernels get addresses. In each step they assume of all ten
 4. Elements lie densely, in the same order in all tensors of a row: contiguous, or permuted alike. Other layouts never
    enter a table: plain tensor code handles them.
 5. No two elements of a tensor share memory, as in ``expand()``: an update would write them twice.
-6. The bytes are the values: no negative or conjugate bit is set (as in ``x.conj().imag``), and it is no tensor of zeros
-   without memory (``torch._efficientzerotensor``).
+6. The bytes are the values: no negative bit is set (as in ``x.conj().imag``), and it was not made in
+   ``torch.inference_mode()``, whose tensors torch lets nobody write.
 7. It is strided and a plain tensor: not sparse, quantized or meta, and no wrapper subclass without memory of its own.
 8. Its dtype is one of those that the backend has a code for. Plain tensor code handles others, or they are refused.
 9. Of optimizer state, no byte is also one of other state, of a parameter or of a gradient. This is checked where tables
@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.tensors.forms import Forms, Places
+from megascale.kernels.tensors.forms import Forms, Places, has_zero_strides
 
 
 class MemoryRecord:
@@ -51,7 +51,7 @@ def memory_fault(tensor: Tensor) -> str | None:
         return f"has layout {tensor.layout}"
     if tensor.is_meta:
         return "is on the meta device"
-    if not tensor.numel() or tensor._is_zerotensor():
+    if not tensor.numel():
         return None
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     needed = (tensor.storage_offset() + reach) * tensor.element_size()
@@ -65,9 +65,22 @@ def memory_fault(tensor: Tensor) -> str | None:
     return None
 
 
-def shares_elements(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as in ``expand()``."""
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def tensor_fault(tensor: Tensor) -> str | None:
+    """Return why no kernel can read or write a tensor, in words that follow its name, with the remedy; None if it can.
+
+    Beside what :func:`memory_fault` finds: elements that share memory, bytes that are not the values, and tensors that
+    torch lets nobody write. The one place that refuses these, of weights, gradients, states and rates alike.
+    """
+    fault = memory_fault(tensor)
+    if fault is not None:
+        return fault
+    if tensor.is_inference():
+        return "was made in torch.inference_mode(), where nobody may write it: replace it by its clone(), made outside"
+    if tensor.is_neg():
+        return "has torch's negative bit set: replace it by its resolve_neg()"
+    if has_zero_strides(tensor.shape, tensor.stride()):
+        return "has elements that share memory, as expand() makes them: replace it by its clone()"
+    return None
 
 
 def overlapping(tensors: Sequence[Tensor]) -> list[int]:
@@ -155,15 +168,3 @@ def _extent(tensor: Tensor) -> int:
         return tensor.nbytes
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (steps + 1) * tensor.element_size()
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether the bytes of a tensor are its values. If not, use :func:`plain`."""
-    return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same values whose bytes are these values: itself, or a copy."""
-    if tensor._is_zerotensor():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return tensor.resolve_neg().resolve_conj()

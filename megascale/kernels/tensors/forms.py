@@ -41,7 +41,7 @@ _FORM: tuple[Callable[[Any], Any], ...] = (
     attrgetter("device"),
     type,
     Tensor.is_neg,
-    Tensor._is_zerotensor,
+    Tensor.is_inference,
     attrgetter("requires_grad"),
 )
 _OFFSET: Callable[[Tensor], Any] = Tensor.storage_offset
@@ -214,10 +214,12 @@ class Forms:
 
     @cached
     def are_plain(self) -> bool:
-        """Whether bytes are values: no wrapper, no negative bit (nor a conjugate one), no zeros without memory."""
-        neg, zeros, _ = self._flags
+        """Whether kernels can read all, as far as forms tell: see :func:`megascale.kernels.tensor_fault`."""
+        negative, of_inference, _ = self._flags
         is_complex = any(dtype.is_complex for dtype in self.kinds)
-        return self.types <= PLAIN_TYPES and not any(neg) and not any(zeros) and not is_complex
+        if not self.types <= PLAIN_TYPES or any(negative) or any(of_inference) or is_complex:
+            return False
+        return self.contiguous or not any(map(has_zero_strides, self.shapes, self.strides))
 
     def fit(self, other: "Forms") -> bool:
         """Return whether tensors have the shapes and devices of others."""
@@ -242,6 +244,11 @@ class Forms:
         every = zip(self.shapes, self.strides, strict=True)
         reaches = [sum((n - 1) * step for n, step in zip(*one, strict=True)) + 1 for one in every]
         return np.array(reaches, dtype=np.int64)
+
+
+def has_zero_strides(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements of a tensor share memory, as in ``expand()``."""
+    return any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
 
 
 def picked(items: Sequence[T], indices: Sequence[int]) -> list[T]:

@@ -98,7 +98,7 @@ class TensorList(Sequence[Tensor]):
         return self.places, self.forms.key
 
     def are_plain(self) -> bool:
-        """Return whether kernels can read all: strided, with storage for all elements, no conj, neg or zero bit."""
+        """Return whether kernels can read all: see :func:`megascale.kernels.tensor_fault`."""
         try:
             return self.forms.are_plain and self.forms.are_within(Places.of(self.tensors))
         except UNREADABLE:

@@ -216,7 +216,7 @@ def test_params_of_a_group_that_are_none_are_refused(params: Any, message: str) 
 def test_expanded_parameter_is_refused() -> None:
     """At construction: an update would write an element several times."""
     param = nn.Parameter(torch.ones(1).half().expand(4))
-    with pytest.raises(UsageError, match="several elements of parameter '0'"):
+    with pytest.raises(ArgumentError, match="parameter '0' has elements that share memory, as expand"):
         MixedPrecisionOptimizer(torch.optim.SGD([param], lr=0.1), grad_scaler=DynamicGradScaler())
 
 

@@ -1,5 +1,6 @@
-"""What is told of one tensor's memory: why it cannot be used, whether elements share it, whether bytes are values."""
+"""What is told of one tensor's memory: why no kernel can use it, and which tensors share it."""
 
+import re
 import warnings
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from megascale.kernels import plain
-from megascale.kernels.tensors.checked_memory import MemoryRecord, is_plain, memory_fault, overlapping, shares_elements
+from megascale.kernels import TensorList
+from megascale.kernels.tensors.checked_memory import MemoryRecord, memory_fault, overlapping, tensor_fault
 
 
 def _resized(tensor: Tensor, nbytes: int) -> Tensor:
@@ -28,7 +29,6 @@ SOUND: dict[str, Tensor] = {
     "empty and freed": _resized(torch.zeros(4)[4:], 0),
     "just long enough": _resized(_matrix(), 68),
     "expanded": _resized(torch.zeros(1).expand(2, 9), 4),
-    "zeros without memory": torch._efficientzerotensor(3),
 }
 FAULTS: dict[str, tuple[Tensor, str]] = {
     "sparse": (torch.zeros(3).to_sparse(), "has layout torch.sparse_coo"),
@@ -71,12 +71,34 @@ def test_a_record_of_memory_that_is_gone_does_not_hold() -> None:
     assert record.holds() is False
 
 
-def test_elements_share_memory_where_a_stride_is_0() -> None:
-    """But for a dimension of size 1, whose stride nobody uses."""
-    assert shares_elements(torch.zeros(1).expand(2))
-    assert shares_elements(torch.zeros(3, 1).expand(3, 2))
-    assert not shares_elements(torch.zeros(2, 3).t())
-    assert not shares_elements(torch.zeros(3).as_strided((1, 3), (0, 1)))
+def _of_inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+ODD: dict[str, tuple[Tensor, str]] = {
+    "expanded": (torch.zeros(1).expand(2), "has elements that share memory, as expand() makes them: .* its clone()"),
+    "expanded in part": (torch.zeros(3, 1).expand(3, 2), "has elements that share memory"),
+    "negative": (torch._neg_view(torch.zeros(2)), "has torch's negative bit set: replace it by its resolve_neg()"),
+    "of a conjugate": (torch.zeros(2, dtype=torch.complex64).conj().imag, "has torch's negative bit set"),
+    "of inference": (_of_inference(), "was made in torch.inference_mode(), .* its clone(), made outside"),
+    "freed": (_resized(torch.zeros(3), 0), "has lost its memory"),
+    "zeros without memory": (torch._efficientzerotensor(3), "is a Tensor without memory of its own"),
+}
+
+
+@pytest.mark.parametrize(("tensor", "message"), ODD.values(), ids=ODD)
+def test_what_no_kernel_reads_is_told(tensor: Tensor, message: str) -> None:
+    """With the remedy. A fast path takes none of these."""
+    assert re.match(re.escape(message).replace(r"\.\*", ".*"), str(tensor_fault(tensor)))
+    assert not TensorList([torch.zeros(2), tensor]).are_plain()
+
+
+def test_strides_of_one_element_tell_nothing() -> None:
+    """Of a dimension of size 1 nobody uses the stride; other layouts share no elements."""
+    for tensor in (torch.zeros(2, 3).t(), torch.zeros(3).as_strided((1, 3), (0, 1)), torch.zeros(())):
+        assert tensor_fault(tensor) is None
+        assert TensorList([tensor]).are_plain()
 
 
 def test_tensors_that_only_touch_do_not_overlap() -> None:
@@ -88,22 +110,3 @@ def test_tensors_that_only_touch_do_not_overlap() -> None:
     assert overlapping([memory[:8].view(2, 4)[:, :3], memory[7:9]]) == []
     assert overlapping([memory[9:], memory[:10], memory[10:12]]) == [0, 1, 2]
     assert overlapping([]) == []
-
-
-def test_bytes_are_values_but_for_marked_tensors() -> None:
-    """Those are copied to be read; others are taken as they are."""
-    numbers = torch.tensor([1.0 + 2.0j, 3.0j])
-    marked = {
-        torch._neg_view(torch.tensor([1.0, -2.0])): torch.tensor([-1.0, 2.0]),
-        numbers.conj(): torch.tensor([1.0 - 2.0j, -3.0j]),
-        numbers.conj().imag: torch.tensor([-2.0, -3.0]),
-        torch._efficientzerotensor((2, 3), dtype=torch.float16): torch.zeros(2, 3, dtype=torch.float16),
-    }
-    for tensor, expected in marked.items():
-        assert not is_plain(tensor)
-        copy = plain(tensor)
-        assert is_plain(copy)
-        assert copy.dtype == expected.dtype
-        assert torch.equal(copy, expected)
-    assert is_plain(numbers)
-    assert plain(numbers) is numbers

@@ -243,6 +243,7 @@ ODD: dict[str, Tensor] = {
     "transposed and freed": _cut_short(torch.zeros(3, 2).t(), 0),
     "with gaps and cut short": _cut_short(torch.zeros(4, 6)[:, ::2], 60),
     "transposed and negative": torch._neg_view(torch.zeros(3, 2).t()),
+    "expanded": torch.zeros(3, 1).expand(3, 2),
 }
 
 

@@ -314,8 +314,6 @@ def test_codes_are_loaded_into_the_wrapped_optimizer(options: dict[str, Any]) ->
 SCALES: dict[str, Callable[[Tensor], Tensor]] = {
     "strided": lambda scales: torch.stack([scales, scales + 1], -1)[..., 0],
     "fp64": Tensor.double,
-    "expanded": lambda scales: scales[:1].clone().expand(scales.shape),
-    "negative": lambda scales: torch._neg_view(scales.neg()),
 }
 
 

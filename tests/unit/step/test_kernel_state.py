@@ -126,43 +126,6 @@ def test_state_may_be_mended_between_the_halves_of_a_step() -> None:
     assert [float(own["step"]) for own in optimizer.optimizer.state.values()] == [2.0, 2.0, 2.0]
 
 
-def test_zeros_without_memory_share_none() -> None:
-    """Two moments that torch keeps without memory lie nowhere: both are zeros of their own after a step."""
-    params, optimizer = _trained()
-    _, plain = _trained()
-    for index, one in enumerate((optimizer, plain)):
-        states = list(one.optimizer.state.values())
-        for state in states[:2]:
-            state["exp_avg"] = torch.zeros(6, 5) if index else torch._efficientzerotensor((6, 5))
-        states[2]["step"] = states[1]["step"]
-        one.step()
-    for mine, other in zip(optimizer.optimizer.state.values(), plain.optimizer.state.values(), strict=True):
-        assert all(bits_equal(mine[name], other[name]) for name in other)
-    assert [float(optimizer.optimizer.state[param]["step"]) for param in params] == [2.0, 2.0, 2.0]
-
-
-@pytest.mark.parametrize("kind", ["expanded", "inference"])
-def test_large_state_that_torch_lets_nobody_write_is_copied(kind: str) -> None:
-    """As small state is, which moves together anyway: with the bits of state that has memory of its own."""
-    found = []
-    for is_odd in (True, False):
-        param = nn.Parameter(torch.ones(300, 300))
-        optimizer = MixedPrecisionOptimizer(torch.optim.AdamW([param], lr=0.1))
-        param.grad = torch.linspace(-1, 1, 90_000).view(300, 300)
-        optimizer.step()
-        state = optimizer.optimizer.state[param]
-        if is_odd:
-            with torch.inference_mode(kind == "inference"):
-                odd = torch.full((1, 300), 0.5).expand(300, 300)
-                state["exp_avg"] = odd.clone() if kind == "inference" else odd
-        else:
-            state["exp_avg"] = torch.full((300, 300), 0.5)
-        optimizer.step()
-        found.append([param.detach(), *state.values()])
-    assert all(map(bits_equal, *found))
-    assert not any(value.is_inference() for value in found[0])
-
-
 def test_resting_parameters_without_names_are_called_by_their_position() -> None:
     """Invariant 9: counted over all groups, as where they are updated."""
     params = [nn.Parameter(torch.ones(4)) for _ in range(4)]

@@ -160,20 +160,6 @@ def test_sharing_names_the_same_pair_wherever_it_lies() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_state_of_inference_mode_is_copied(backend: str) -> None:
-    """Moments and step counts that torch lets nobody write become copies, with the same bits after a step."""
-    training, plain = _Training(backend), _Training(backend)
-    with torch.inference_mode():
-        copies = {name: value.clone() for name, value in training.state(1).items()}
-    training.state(1).update(copies)
-    for one in (training, plain):
-        one.step()
-    assert not any(value.is_inference() for value in training.state(1).values())
-    for one, two in zip(training.state(1).values(), plain.state(1).values(), strict=True):
-        assert bits_equal(one, two)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_parameter_that_is_listed_twice_is_refused(backend: str) -> None:
     """Invariant 10: in one group or in two, before anything has changed."""
     for groups in (1, 2):
@@ -197,24 +183,3 @@ def test_group_with_too_few_names_is_refused() -> None:
     training.inner.param_groups[0]["params"].append(nn.Parameter(torch.zeros(4).half()))
     with pytest.raises(ArgumentError, match="a param group has 4 params and 3 param_names"):
         training.step()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_data_of_inference_mode_is_copied(backend: str) -> None:
-    """Torch lets nobody write such data in place; the step gives the parameter a copy."""
-    training, plain = _Training(backend), _Training(backend)
-    with torch.inference_mode():
-        data = training.params[1].detach().clone()
-    training.params[1].data = data
-    for one in (training, plain):
-        one.step()
-    assert not training.params[1].is_inference()
-    assert all(bits_equal(a.detach(), b.detach()) for a, b in zip(training.params, plain.params, strict=True))
-
-
-def test_parameter_of_inference_mode_is_refused() -> None:
-    """Such a parameter counts no writes, and torch lets nobody write it."""
-    with torch.inference_mode():
-        param = nn.Parameter(torch.ones(4).half())
-    with pytest.raises(UsageError, match="parameter 'p' is an inference tensor"):
-        MixedPrecisionOptimizer(torch.optim.SGD([("p", param)], lr=0.1), None, ConstantGradScaler(4.0))
