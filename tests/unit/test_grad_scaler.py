@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
-from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
+from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.kernels import Backend, ScaleRule, select_backend
 
 LARGEST = 2.0**127
@@ -293,40 +293,6 @@ def test_loads_torchs_own_state() -> None:
 
 
 GOOD = {"scale": torch.tensor([256.0]), "growth_tracker": 1, "hysteresis_tracker": 1}
-BAD_STATES: list[tuple[Any, str]] = [
-    (GOOD | {"scale": torch.tensor([math.nan])}, "'scale' must be finite, got nan"),
-    (GOOD | {"scale": math.inf}, "'scale' must be finite, got inf"),
-    (GOOD | {"scale": 0.0}, "'scale' must be above 0, got 0.0"),
-    (GOOD | {"scale": -2.0}, "'scale' must be above 0, got -2.0"),
-    (GOOD | {"scale": 2.0**-130}, "'scale' must be between 2\\*\\*-126 and 2\\*\\*127"),
-    (GOOD | {"scale": "256"}, "'scale' must be a number, got '256' of type str"),
-    (GOOD | {"scale": True}, "'scale' must be a number, got True of type bool"),
-    (GOOD | {"scale": torch.ones(2)}, "'scale' must have one element"),
-    (GOOD | {"scale": 0.5}, "outside \\[min_scale=1.0"),
-    (GOOD | {"scale": 2.0**30}, "outside \\[min_scale=1.0, max_scale=16777216.0\\]; construct the scaler with bounds"),
-    (GOOD | {"growth_tracker": -1}, "'growth_tracker' must be 0 or more, got -1"),
-    (GOOD | {"growth_tracker": 1.5}, "'growth_tracker' must be an integer"),
-    (GOOD | {"growth_tracker": 2**70}, "'growth_tracker' must be 4611686018427387904 or less"),
-    (GOOD | {"hysteresis_tracker": None}, "'hysteresis_tracker' must be an integer, got None"),
-    ({"scale": 256.0, "growth_tracker": 1}, "lacks 'hysteresis_tracker'; it has \\['growth_tracker', 'scale'\\]"),
-    ({"growth_tracker": 1, "hysteresis_tracker": 1}, "lacks 'scale'"),
-    ({}, "lacks 'hysteresis_tracker'; it has no keys"),
-    ({"_growth_tracker": 1}, "lacks 'scale'"),
-    ({"scale": 4.0, "_growth_tracker": "x"}, "'_growth_tracker' must be an integer"),
-    ([("scale", 1.0)], "grad scaler state must be a dict, got list"),
-    (None, "grad scaler state must be a dict, got NoneType"),
-]
-
-
-@pytest.mark.parametrize(("state", "message"), BAD_STATES)
-def test_bad_state_is_refused_and_changes_nothing(state: Any, message: str) -> None:
-    """A state that does not fit raises a named error and leaves every tracker as it was."""
-    scaler = DynamicGradScaler(1024.0, 1.0, 2.0, 0.5, 10, 3, max_scale=2.0**24)
-    scaler.update(True)
-    before = _triple(scaler)
-    with pytest.raises(StateDictError, match=message):
-        scaler.load_state_dict(state)
-    assert _triple(scaler) == before
 
 
 DEFAULTS: dict[str, Any] = {
@@ -337,33 +303,6 @@ DEFAULTS: dict[str, Any] = {
     "growth_interval": 10,
     "hysteresis": 2,
 }
-BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    *(
-        ({name: value}, f"{name} must be")
-        for name in ("initial_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor")
-        for value in (True, math.nan, math.inf, -math.inf, 0.0, -1.0, "2", 10**400)
-    ),
-    *(
-        ({name: value}, f"{name} must be")
-        for name in ("growth_interval", "hysteresis")
-        for value in (True, 0, -1, 1.0, 2.5, math.nan, "3", None)
-    ),
-    ({"initial_scale": None}, "initial_scale must be a number, got None of type NoneType"),
-    ({"initial_scale": 0.5}, "min_scale <= initial_scale <= max_scale must hold, got 1.0 <= 0.5"),
-    ({"max_scale": 512.0}, "must hold, got 1.0 <= 1024.0 <= 512.0"),
-    ({"min_scale": 2048.0}, "must hold, got 2048.0 <= 1024.0"),
-    ({"initial_scale": 1e39}, "initial_scale must be between 2\\*\\*-126 and 2\\*\\*127"),
-    ({"growth_factor": 1.0}, "growth_factor must be above 1, got 1.0"),
-    ({"backoff_factor": 1.0}, "backoff_factor must be below 1, got 1.0"),
-    ({"hysteresis_reset": "never"}, "hysteresis_reset must be one of 'growth', 'clean_step', got 'never'"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), BAD_ARGUMENTS)
-def test_bad_argument_is_refused_by_name(change: dict[str, Any], message: str) -> None:
-    """Every constructor argument is validated, and the error names it."""
-    with pytest.raises(ArgumentError, match=message):
-        DynamicGradScaler(**(DEFAULTS | change))
 
 
 @pytest.mark.parametrize("value", [1, None, "yes", np.bool_(True)])

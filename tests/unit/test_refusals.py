@@ -2,12 +2,12 @@
 
 A row is for a mistake that a user is likely to make, with its likely spelling. What a refusal leaves unchanged, and
 which variants of the mistake it sees, are tests of their own beside the code. To add a row: a function that makes the
-mistake and raises, at module level, as it travels to the ranks by name.
+mistake and raises, at module level, as it travels to the ranks by name. tests/refused.py has the rows of this process.
 """
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,27 +23,8 @@ from megascale.grad_sync import GradSync
 from megascale.rollout import rollout_weights
 from megascale.utils import collectives
 from tests.pool import RankPool
+from tests.refused import ARGUMENTS, Refusal
 from tests.whole_optimizers import Lamb, Shampoo
-
-
-class Refusal(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        mistake: what the caller does, in words: the test's id.
-        call: does it, and raises.
-        error: its class.
-        words: of the message: they name the way out.
-        num_ranks: on how many ranks ``call`` is made, each of which raises the same error; 0: in this process.
-        of_one_rank: only one rank makes the mistake, and raises; the others wait for it, and learn of nothing.
-    """
-
-    mistake: str
-    call: Callable[[], Any]
-    error: type[Exception]
-    words: str
-    num_ranks: int = 0
-    of_one_rank: bool = False
 
 
 def _model() -> nn.Module:
@@ -286,16 +267,20 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.mistake for row in ROWS])
+@pytest.mark.parametrize("row", [*ROWS, *ARGUMENTS], ids=[row.mistake for row in [*ROWS, *ARGUMENTS]])
 def test_mistake_is_refused(row: Refusal, ranks: RankPool) -> None:
-    """A likely mistake is an error of its own class, alike on every rank, whose message names the way out."""
+    """A likely mistake is an error of its own class, alike on every rank, whose message names the way out. Nothing has
+    changed where the row says what could have.
+    """
+    before = row.kept()
     every = ranks.run(row.num_ranks, _told, row.call) if row.num_ranks else [_told(row.call)]
     told = [one for one in every if one is not None]
     assert len(told) == (1 if row.of_one_rank else len(every))
     assert len(set(told)) == 1, "each rank raises the same"
     kind, message = told[0]
-    assert kind is row.error, message
+    assert issubclass(kind, row.error), message
     assert row.words in message
+    assert row.kept() == before
 
 
 def _told(call: Callable[[], Any]) -> tuple[type[Exception], str] | None:

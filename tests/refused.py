@@ -1,0 +1,338 @@
+"""Rows of the table of refusals that need no ranks: arguments, states and calls, each with one bad value.
+
+Of a check that several arguments share, one argument has every kind of bad value, and each other one has one.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from megascale import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    Lion,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+    build_optimizer,
+)
+from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, StateDictError, UsageError
+from megascale.schedules import LandedLRScheduler
+from tests.training import INNER, constant, model, snapshot
+
+
+class Refusal(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        mistake: what the caller does, in words: the test's id.
+        call: does it, and raises.
+        error: its class.
+        words: of the message: they name the way out.
+        num_ranks: on how many ranks ``call`` is made, each of which raises the same error; 0: in this process.
+        of_one_rank: only one rank makes the mistake, and raises; the others wait for it, and learn of nothing.
+        kept: what the refusal must leave as it was is read by it, as text.
+    """
+
+    mistake: str
+    call: Callable[[], Any]
+    error: type[Exception]
+    words: str
+    num_ranks: int = 0
+    of_one_rank: bool = False
+    kept: Callable[[], str] = str
+
+
+def _of(make: Callable[..., Any], error: type[Exception], usual: dict[str, Any], rows: Any) -> list[Refusal]:
+    """Return a row for each pair of arguments, which replace the usual ones, and words."""
+    name = make.__name__
+    return [
+        Refusal(f"{name}: {words}", partial(make, **(usual | arguments)), error, words) for arguments, words in rows
+    ]
+
+
+SCALE = {"initial_scale": 1024.0, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+SCALER = SCALE | {"growth_interval": 10, "hysteresis": 2}
+NUMBERS = (True, None, math.nan, math.inf, 0.0, -1.0, "2", 10**400, 1e39)
+INTEGERS = (True, None, math.nan, 0, -1, 2.5, "3")
+SCALERS = _of(
+    DynamicGradScaler,
+    ArgumentError,
+    SCALER,
+    [
+        *(({"initial_scale": value}, "initial_scale must be") for value in NUMBERS),
+        *(({name: 0.0}, f"{name} must be") for name in ("min_scale", "max_scale", "growth_factor", "backoff_factor")),
+        *(({"growth_interval": value}, "growth_interval must be") for value in INTEGERS),
+        ({"hysteresis": 0}, "hysteresis must be"),
+        ({"initial_scale": 0.5}, "min_scale <= initial_scale <= max_scale must hold, got 1.0 <= 0.5"),
+        ({"max_scale": 512.0}, "must hold, got 1.0 <= 1024.0 <= 512.0"),
+        ({"initial_scale": 1e39}, "initial_scale must be between 2**-126 and 2**127"),
+        ({"growth_factor": 1.0}, "growth_factor must be above 1, got 1.0"),
+        ({"backoff_factor": 1.0}, "backoff_factor must be below 1, got 1.0"),
+        ({"hysteresis_reset": "never"}, "hysteresis_reset must be one of 'growth', 'clean_step', got 'never'"),
+    ],
+)
+
+
+def _loads(scaler: DynamicGradScaler, state: Any, words: str) -> Refusal:
+    return Refusal(
+        f"state of a scaler: {words}",
+        lambda: scaler.load_state_dict(state),
+        StateDictError,
+        words,
+        kept=lambda: str(scaler.state_dict()),
+    )
+
+
+GOOD = {"scale": torch.tensor([256.0]), "growth_tracker": 1, "hysteresis_tracker": 1}
+USED = DynamicGradScaler(1024.0, 1.0, 2.0, 0.5, 10, 3, max_scale=2.0**24)
+STATES = [
+    _loads(USED, state, words)
+    for state, words in (
+        (GOOD | {"scale": torch.tensor([math.nan])}, "'scale' must be finite, got nan"),
+        (GOOD | {"scale": math.inf}, "'scale' must be finite, got inf"),
+        (GOOD | {"scale": 0.0}, "'scale' must be above 0, got 0.0"),
+        (GOOD | {"scale": -2.0}, "'scale' must be above 0, got -2.0"),
+        (GOOD | {"scale": 2.0**-130}, "'scale' must be between 2**-126 and 2**127"),
+        (GOOD | {"scale": "256"}, "'scale' must be a number, got '256' of type str"),
+        (GOOD | {"scale": True}, "'scale' must be a number, got True of type bool"),
+        (GOOD | {"scale": torch.ones(2)}, "'scale' must have one element"),
+        (GOOD | {"scale": 0.5}, "outside [min_scale=1.0"),
+        (GOOD | {"scale": 2.0**30}, "outside [min_scale=1.0, max_scale=16777216.0]; construct the scaler with bounds"),
+        (GOOD | {"growth_tracker": -1}, "'growth_tracker' must be 0 or more, got -1"),
+        (GOOD | {"growth_tracker": 1.5}, "'growth_tracker' must be an integer"),
+        (GOOD | {"growth_tracker": 2**70}, "'growth_tracker' must be 4611686018427387904 or less"),
+        (GOOD | {"hysteresis_tracker": None}, "'hysteresis_tracker' must be an integer, got None"),
+        ({"scale": 256.0, "growth_tracker": 1}, "lacks 'hysteresis_tracker'; it has ['growth_tracker', 'scale']"),
+        ({"growth_tracker": 1, "hysteresis_tracker": 1}, "lacks 'scale'"),
+        ({}, "lacks 'hysteresis_tracker'; it has no keys"),
+        ({"_growth_tracker": 1}, "lacks 'scale'"),
+        ({"scale": 4.0, "_growth_tracker": "x"}, "'_growth_tracker' must be an integer"),
+        ([("scale", 1.0)], "grad scaler state must be a dict, got list"),
+        (None, "grad scaler state must be a dict, got NoneType"),
+    )
+]
+
+CONFIGS = _of(
+    OptimizerConfig,
+    ArgumentError,
+    {},
+    [
+        ({"fp16": 1}, "fp16 must be True or False"),
+        *(({one.name: 1}, f"{one.name} must be True or False") for one in fields(OptimizerConfig) if one.type is bool),
+        ({"fp16": True, "bf16": True}, "fp16 and bf16 are both True; choose one"),
+        *(({"loss_scale": value}, "loss_scale must be") for value in (True, 0, -1.0, math.nan, math.inf, "8", 1e-40)),
+        *(({name: 0}, f"{name} must be") for name in ("initial_loss_scale", "min_loss_scale", "max_loss_scale")),
+        *(({name: 0}, f"{name} must be") for name in ("loss_scale_window", "hysteresis")),
+        ({"min_loss_scale": 2.0**17}, "must hold, got 131072.0 <= 65536.0"),
+        ({"max_loss_scale": 2.0}, "must hold, got 1.0 <= 65536.0 <= 2.0"),
+        ({"hysteresis_reset": "step"}, "hysteresis_reset must be one of 'growth', 'clean_step'"),
+        ({"loss_scale_growth_factor": 1.0}, "loss_scale_growth_factor must be above 1"),
+        ({"loss_scale_growth_factor": math.inf}, "loss_scale_growth_factor must be finite"),
+        ({"loss_scale_backoff_factor": 1.0}, "loss_scale_backoff_factor must be below 1"),
+        *(({"clip_grad": value}, "clip_grad must be") for value in (-1.0, math.nan, math.inf, None, True)),
+        (
+            {"backend": "fast"},
+            "backend must be one of 'auto', 'reference', 'torch',",
+        ),
+        ({"optimizer": "adamw"}, "optimizer must be one of 'adam', 'sgd', 'lion', 'muon', got 'adamw'"),
+        *(
+            ({name: -1.0}, f"{name} must be 0 or more")
+            for name in ("lr", "weight_decay", "sgd_momentum", "muon_momentum", "muon_adam_lr")
+        ),
+        *(
+            ({name: value}, f"{name} must be in")
+            for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2")
+            for value in (1.0, -0.1)
+        ),
+        *(({name: 0.0}, f"{name} must be above 0") for name in ("adam_eps", "grad_norm_skip_threshold")),
+        *(({name: 0}, f"{name} must be 1 or more") for name in ("max_consecutive_skips", "max_overflows_at_min_scale")),
+        *(({"grad_norm_skip_threshold": value}, "grad_norm_skip_threshold") for value in (math.nan, -math.inf)),
+        ({"muon_num_ns_steps": 0}, "muon_num_ns_steps must be 1 or more"),
+        ({"muon_num_ns_steps": 100}, "muon_num_ns_steps must be 99 or less"),
+        ({"muon_coefficient_type": "cubic"}, "muon_coefficient_type must be one of 'quintic', 'polar_express', got"),
+        ({"muon_adjust_lr_fn": "none"}, "muon_adjust_lr_fn must be one of 'original', 'match_rms_adamw', got"),
+        ({"muon_ns_dtype": torch.float16}, "muon_ns_dtype must be torch.bfloat16, torch.float32 or None, got torch.f"),
+        ({"exp_avg_dtype": torch.uint8}, "got torch.uint8"),
+        ({"exp_avg_sq_dtype": torch.int8}, "got torch.int8"),
+        (
+            {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.float16},
+            "give exp_avg_sq_dtype=torch.uint8, torch.bf",
+        ),
+        ({"overlap_param_gather": True}, "overlap_param_gather=True needs use_distributed_optimizer=True"),
+    ],
+)
+
+
+def _built(**arguments: Any) -> None:
+    usual: dict[str, Any] = {"config": OptimizerConfig(lr=0.1), "modules": nn.Linear(2, 2)}
+    build_optimizer(**(usual | arguments))
+
+
+BUILT = _of(
+    _built,
+    ArgumentError,
+    {},
+    [
+        ({"config": OptimizerConfig()}, "config.lr is None; give the learning rate"),
+        ({"config": {"lr": 0.1}}, "config must be an OptimizerConfig, got dict"),
+        (
+            {"config": type("OptimizerConfig", (), {"lr": 0.1})()},
+            "config must be an OptimizerConfig, got OptimizerConfig",
+        ),
+        ({"modules": []}, "modules must be a module or a list of modules, got []"),
+        ({"modules": [nn.Linear(2, 2), "b", "c"]}, "got a list of Linear, str"),
+        ({"modules": torch.ones(2)}, "got Tensor"),
+        ({"modules": nn.ReLU()}, "modules have no parameters"),
+        (
+            {"overrides": {"*wieght": {"lr": 0.1}}},
+            "overrides pattern '*wieght' matches no parameter; names look like 'weight'",
+        ),
+        ({"overrides": {"*": {"learning_rate": 0.1}}}, "got 'learning_rate'"),
+        ({"overrides": {"*": {"lr": math.nan}}}, "must be finite, got nan"),
+        ({"overrides": {"*": {"betas": (0.9, 1.0)}}}, "must be in [0, 1), got 1.0"),
+        ({"overrides": {"*": {"betas": 0.9}}}, "must be two numbers"),
+        ({"overrides": {"*": 3}}, "must be a dict of options, got 3"),
+    ],
+)
+LIONS = _of(
+    Lion,
+    ArgumentError,
+    {"params": [nn.Parameter(torch.ones(2))]},
+    [
+        ({"lr": -0.1}, "lr must be"),
+        ({"betas": (0.9, 1.0)}, "betas[1] must be"),
+        ({"betas": (-0.1, 0.9)}, "betas[0] must be"),
+        ({"weight_decay": -1.0}, "weight_decay must be"),
+        ({"maximize": "yes"}, "maximize must be True or False"),
+    ],
+)
+
+
+def _sgd(dtype: torch.dtype = torch.float16, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model(dtype).parameters(), lr=0.1, **options)
+
+
+def _two_of_a_name() -> None:
+    module = model(torch.float32)
+    named = [("w", param) for param in module.parameters()]
+    MixedPrecisionOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), named_parameters=named)
+
+
+def _wraps(inner: Any, *arguments: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: MixedPrecisionOptimizer(inner() if callable(inner) else inner, *arguments, **options)
+
+
+ONE = ConstantGradScaler(1.0)
+FP32 = partial(_sgd, torch.float32)
+WRAPPED = [
+    Refusal(words, call, error, words)
+    for call, error, words in (
+        (_wraps("sgd"), ArgumentTypeError, "optimizer must be a torch.optim.Optimizer, got str"),
+        (_wraps(_sgd), ArgumentError, "grad_scaler is None, but fp16 gradients need one"),
+        (
+            _wraps(_sgd, OptimizerConfig(bf16=True), ONE),
+            ArgumentError,
+            "config.fp16 is False, but the",
+        ),
+        (_wraps(partial(_sgd, torch.bfloat16), OptimizerConfig()), ArgumentError, "config.bf16 is False, but the"),
+        (_wraps(_sgd, {"fp16": True}, ONE), ArgumentTypeError, "config must be an OptimizerConfig or None, got dict"),
+        (_wraps(_sgd, ONE), ArgumentTypeError, "got ConstantGradScaler; pass a scaler by its name, grad_scaler="),
+        (
+            _wraps(_sgd, None, torch.amp.GradScaler("cpu")),
+            ArgumentTypeError,
+            "grad_scaler is a torch.amp.GradScaler",
+        ),
+        (
+            _wraps(FP32, groups=3),
+            ArgumentTypeError,
+            "groups must be None, a ParallelGroups, ",
+        ),
+        (
+            _wraps(lambda: MixedPrecisionOptimizer(FP32())),
+            ArgumentTypeError,
+            "is a MixedPrecisionOptimizer already",
+        ),
+        (_wraps(lambda: torch.optim.LBFGS(model(torch.float32).parameters())), ArgumentError, "LBFGS needs a closure"),
+        (
+            _wraps(lambda: torch.optim.SparseAdam(model(torch.float32).parameters())),
+            ArgumentError,
+            "optimizer SparseAdam works on sparse gradients only",
+        ),
+        (_wraps(partial(FP32, differentiable=True)), ArgumentError, "param group 0 has differentiable=True"),
+        (
+            _wraps(lambda: torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)),
+            ArgumentTypeError,
+            "parameter '0' has dtype torch.complex64",
+        ),
+        (_two_of_a_name, ArgumentError, "two parameters are called 'w'"),
+        (lambda: constant(model(), INNER["sgd"], 1.0).step(lambda: 0.0), UsageError, "step() takes no closure"),
+        (lambda: copy.deepcopy(constant(model(), INNER["sgd"], 1.0)), UsageError, "cannot be pickled or deep-copied"),
+    )
+]
+
+
+def _sparse() -> Refusal:
+    """A sparse gradient gets a clear error and changes nothing."""
+    module = nn.Embedding(10, 4, sparse=True).half()
+    optimizer = constant(module, INNER["sgd"], 1.0)
+    optimizer.scale_loss(module(torch.tensor([1, 2])).float().sum()).backward()
+    words = "the gradient of 'weight' has layout torch.sparse_coo"
+    return Refusal(
+        "a sparse gradient", optimizer.step, GradientError, words, kept=lambda: str(snapshot(optimizer, module))
+    )
+
+
+def _schedules() -> list[Refusal]:
+    """What a LandedLRScheduler refuses, and advances nothing."""
+    inner = FP32()
+    optimizer = MixedPrecisionOptimizer(inner)
+    bare = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    schedule = LandedLRScheduler(bare)
+    ready = LandedLRScheduler(lr_scheduler.ExponentialLR(_stepped(), 0.5))
+    rows: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: LandedLRScheduler(schedule), ArgumentTypeError, "already"),
+        (lambda: LandedLRScheduler(lr_scheduler.ReduceLROnPlateau(optimizer)), ArgumentTypeError, "metric"),
+        (lambda: LandedLRScheduler(3), ArgumentTypeError, "got int"),  # type: ignore[arg-type]
+        (lambda: LandedLRScheduler(bare, MixedPrecisionOptimizer(FP32())), ArgumentError, "other param groups"),
+        (lambda: LandedLRScheduler(bare, "optimizer"), ArgumentTypeError, "got str"),  # type: ignore[arg-type]
+        (schedule.step, UsageError, "no step of MixedPrecisionOptimizer"),
+        (lambda: ready.step(3), ArgumentTypeError, "got int"),  # type: ignore[arg-type]
+        (lambda: ready.step(torch.tensor(0.0)), ArgumentTypeError, "opposite"),
+        (lambda: ready.step(torch.tensor([True, False])), ArgumentError, "one element"),
+        (lambda: schedule.load_state_dict({"gamma": 0.5}), StateDictError, "last_epoch"),
+        (
+            lambda: schedule.load_state_dict(schedule.state_dict() | {"_last_lr": [1.0, 1.0], "last_epoch": 5}),
+            StateDictError,
+            "2 rates for 1 param groups",
+        ),
+        (lambda: schedule.load_state_dict(3), StateDictError, "must be a dict"),  # type: ignore[arg-type]
+    ]
+    return [
+        Refusal(
+            f"a schedule, {index}: {words}",
+            call,
+            error,
+            words,
+            kept=lambda: f"{schedule.state_dict()} {ready.state_dict()}",
+        )
+        for index, (call, error, words) in enumerate(rows)
+    ]
+
+
+def _stepped() -> MixedPrecisionOptimizer:
+    optimizer = MixedPrecisionOptimizer(FP32())
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+ARGUMENTS = [*SCALERS, *STATES, *CONFIGS, *BUILT, *LIONS, *WRAPPED, _sparse(), *_schedules()]
