@@ -40,10 +40,9 @@ import torch
 from torch import Tensor
 
 from megascale.errors import UsageError
-from megascale.kernels.blocks import Block, Row, blocks_of, pieces_of
+from megascale.kernels.blocks import Block, Row, Split, blocks_of, pieces_of
 from megascale.kernels.decision import Decision, TensorStats, stats_dtype
 from megascale.kernels.protocol import Operands
-from megascale.kernels.split import Split
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper
 from megascale.utils.graph_capture import is_capturing

@@ -1,11 +1,11 @@
 """Cache-sized blocks: runs of 1-D pieces of many parameters that go through cache together, and their scratch."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from megascale.kernels.protocol import FP16_OVERFLOW
+from megascale.kernels.protocol import FP16_OVERFLOW, Operands
 
 BLOCK_ON_CPU = 1 << 18  # elements; 1 MiB of fp32 scratch stays in cache
 BLOCK_ON_DEVICE = 1 << 24  # elements; 64 MiB of fp32 scratch fills a GPU, and counts up to it are exact in fp32
@@ -157,6 +157,43 @@ def blocks_of(rows: list[Row]) -> Iterator[Block]:
             block.add(owner, piece)
     if block.pieces:
         yield block
+
+
+class Split:
+    """The operands of one update in two parts, for a fast and for a slow path.
+
+    Args:
+        operands: one entry per parameter, at least one.
+        names: of the states, in their order in a row.
+        takes: tells whether the fast path supports these tensors: main, grad, model, states.
+
+    Attributes:
+        rows: 1-D views of the operands that ``takes`` accepts and that share one dense memory layout.
+        taken: the indices of the rows in the operands.
+    """
+
+    def __init__(self, operands: Operands, names: list[str], takes: Callable[[Row], bool] | None = None) -> None:
+        self.rows: list[Row] = []
+        self.taken: list[int] = []
+        self._operands = operands
+        self._rest: list[int] = []
+        columns = [operands.main, operands.grad, operands.model, *(operands.state[name] for name in names)]
+        for index, tensors in enumerate(zip(*columns, strict=True)):
+            row = flat(list(tensors)) if takes is None or takes(list(tensors)) else None
+            if row is None:
+                self._rest.append(index)
+            else:
+                self.rows.append(row)
+                self.taken.append(index)
+
+    def joined(self, fast: Callable[[], Tensor], slow: Callable[[Operands], Tensor]) -> Tensor:
+        """Update both parts and return their flags in the order of the operands. No index is copied to a device."""
+        if not self._rest:
+            return fast()
+        flags = dict(zip(self._rest, slow(self._operands.pick(self._rest)).unbind(), strict=True))
+        if self.taken:
+            flags |= dict(zip(self.taken, fast().unbind(), strict=True))
+        return torch.stack([flags[index] for index in sorted(flags)])
 
 
 def flat(tensors: list[Tensor]) -> Row | None:

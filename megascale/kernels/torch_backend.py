@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from megascale.kernels import block_statistics
-from megascale.kernels.blocks import Block, RoundingWatch, blocks_of
+from megascale.kernels.blocks import Block, RoundingWatch, Split, blocks_of
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import Operands
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.remainders import TorchRemainders
-from megascale.kernels.split import Split
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 

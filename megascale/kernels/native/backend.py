@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from megascale.kernels.blocks import flat
+from megascale.kernels.blocks import Split, flat
 from megascale.kernels.decision import (
     NUM_STATISTICS,
     Decision,
@@ -30,7 +30,6 @@ from megascale.kernels.native.compact import compact_rows
 from megascale.kernels.native.library import library
 from megascale.kernels.protocol import HeldParams, Operands
 from megascale.kernels.remainders import TorchRemainders
-from megascale.kernels.split import Split
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper, Hyper, LionHyper, SgdHyper

@@ -1,17 +1,23 @@
-"""Reads of tables and gradients' addresses in kernels: from a program's number to the memory of its chunk."""
+"""From a program's number to the elements of its chunk: reads of tables, reads in fp32, rounded writes, and arrival."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: SIM300 - it knows Python, not what Triton compiles
 
 import triton.language as tl
 
+from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.triton import device_table
-from megascale.kernels.triton.interpreter import inlined
+from megascale.kernels.triton.interpreter import INTERPRETED, inlined, sum_of
 
-NUMEL = tl.constexpr(device_table.NUMEL)
+NUMEL, SLOT = tl.constexpr(device_table.NUMEL), tl.constexpr(device_table.SLOT)
 FIRST_CHUNK = tl.constexpr(device_table.FIRST_CHUNK)
 ALIGNED = tl.constexpr(device_table.ALIGNED)
 TENSORS = tl.constexpr(device_table.TENSORS)
 MOST_BYTES = tl.constexpr(device_table.VECTOR)
+# Order of an update's tensors in a row.
+MAIN, MODEL, STATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+OVERFLOW = tl.constexpr(FP16_OVERFLOW)
+NARROWER = tl.constexpr(1 if INTERPRETED else 4)  # blocks of single elements are smaller: they need more registers
 
 # fmt: off
 
@@ -65,3 +71,65 @@ def chunk_of(row, TENSOR: tl.constexpr, start, DTYPE: tl.constexpr, VECTOR: tl.c
     if DTYPE is not None:
         pointer = chunk_at(tl.load(row + TENSORS + TENSOR), start, DTYPE, VECTOR)
     return pointer
+
+
+@inlined
+def read(pointer, offsets, mask):
+    """Return elements in fp32, 0 where masked."""
+    return tl.load(pointer + offsets, mask=mask, other=0).to(tl.float32)
+
+
+@inlined
+def bits_as_bf16(value):
+    """Round fp32 to the nearest bf16, ties to even; NaN stays NaN. Return its bits, sign-extended to int32."""
+    bits = value.to(tl.int32, bitcast=True)
+    high = bits >> 16
+    high += ((bits & 0xFFFF) + 0x7FFF + (high & 1)) >> 16
+    return tl.where(value == value, high, 0x7FC0)
+
+
+@inlined
+def write(pointer, offsets, value, mask):
+    """Round fp32 elements into a tensor."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        # The interpreter's own cast truncates.
+        rounded = bits_as_bf16(value).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        rounded = value.to(pointer.dtype.element_ty)
+    tl.store(pointer + offsets, rounded, mask=mask)
+
+
+@inlined
+def overflow_in(overflow, value, mask, ROWS: tl.constexpr):
+    """Return ``overflow`` with another number than 0 for elements, or ROWS of them, that are not finite fp16."""
+    found = (mask & ((tl.abs(value) < OVERFLOW) == 0)).to(tl.int32)
+    return overflow | (sum_of(found, 1) if ROWS else found)
+
+
+@inlined
+def round_into_model(
+    model, offsets, value, mask, kept, overflow, MODEL_DTYPE: tl.constexpr, ROWS: tl.constexpr = False,
+):
+    """Write main's rounding where ``kept``. Return ``overflow`` as :func:`overflow_in` does."""
+    if MODEL_DTYPE is not None:
+        write(model, offsets, value, kept)
+    if MODEL_DTYPE == tl.float16:
+        overflow = overflow_in(overflow, value, mask, ROWS)
+    return overflow
+
+
+@inlined
+def arrive(row, counter, flags, overflow, CHUNK: tl.constexpr):
+    """Count this chunk as done. Return whether it is its row's last one; if so, the row's flag has been written.
+
+    All programs of a row have read the step count before the last one arrives, so that it may write the next. The
+    counter holds arrivals in its low half and overflowing chunks in its high half, and is 0 again afterwards.
+    """
+    tl.debug_barrier()
+    mine = 1 + (overflow.to(tl.int64) << 32)
+    counted = tl.atomic_add(counter, mine) + mine
+    last = (counted & 0xFFFFFFFF) == tl.maximum((tl.load(row + NUMEL) + (CHUNK - 1)) // CHUNK, 1)
+    if last:
+        tl.store(counter, tl.full((), 0, tl.int64))
+        tl.store(flags + tl.load(row + SLOT), (counted >> 32 != 0).to(tl.uint8))
+    return last

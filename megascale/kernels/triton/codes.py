@@ -11,7 +11,10 @@ import triton.language as tl
 
 from megascale.kernels import compact_moments
 from megascale.kernels.triton import device_table
-from megascale.kernels.triton.elements import read, write
+from megascale.kernels.triton.chunks import (
+    read,
+    write,
+)
 from megascale.kernels.triton.interpreter import inlined, max_of_rows
 from megascale.kernels.triton.remainders import folded, nearest
 

@@ -14,7 +14,21 @@ import triton
 import triton.language as tl
 
 from megascale.kernels.triton import device_table
-from megascale.kernels.triton.chunks import chunk_at, chunk_of, locate, whole_vectors, whole_vectors_beside
+from megascale.kernels.triton.chunks import (
+    MAIN,
+    MODEL,
+    NARROWER,
+    STATE,
+    arrive,
+    chunk_at,
+    chunk_of,
+    locate,
+    read,
+    round_into_model,
+    whole_vectors,
+    whole_vectors_beside,
+    write,
+)
 from megascale.kernels.triton.codes import (
     FIRST_SCALE,
     GROUP,
@@ -29,13 +43,12 @@ from megascale.kernels.triton.codes import (
 from megascale.kernels.triton.decision import decide_kernel as decide_kernel
 from megascale.kernels.triton.decision import rescale_kernel as rescale_kernel
 from megascale.kernels.triton.decision import total_kernel as total_kernel
-from megascale.kernels.triton.elements import MAIN, MODEL, NARROWER, STATE, arrive, read, round_into_model, write
-from megascale.kernels.triton.held_kernels import decode_kernel as decode_kernel
-from megascale.kernels.triton.held_kernels import encode_kernel as encode_kernel
 from megascale.kernels.triton.interpreter import INTERPRETED as INTERPRETED
 from megascale.kernels.triton.interpreter import cache_folder as cache_folder
 from megascale.kernels.triton.interpreter import inlined
 from megascale.kernels.triton.measure import measure_kernel as measure_kernel
+from megascale.kernels.triton.remainders import decode_kernel as decode_kernel
+from megascale.kernels.triton.remainders import encode_kernel as encode_kernel
 from megascale.kernels.triton.remainders import found_in, main_chunks, read_main, write_main
 
 LANGUAGE_DTYPES = {

@@ -9,8 +9,13 @@ import triton
 import triton.language as tl
 
 from megascale.kernels.triton import device_table
-from megascale.kernels.triton.chunks import chunk_at, locate, whole_vectors_beside
-from megascale.kernels.triton.elements import NARROWER, read
+from megascale.kernels.triton.chunks import (
+    NARROWER,
+    chunk_at,
+    locate,
+    read,
+    whole_vectors_beside,
+)
 from megascale.kernels.triton.interpreter import inlined, sum_of, sum_of_lanes
 
 NUMEL = tl.constexpr(device_table.NUMEL)

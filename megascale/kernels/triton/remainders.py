@@ -1,17 +1,34 @@
 """Main params in kernels: fp32 in memory, or held as remainders beside the model param.
 
 :mod:`megascale.kernels.remainders` specifies the format. ``HELD`` rows have the remainder where others have the main
-param. They pass over 16-bit tensors only, so that no fp32 main param is in memory.
+param. They pass over 16-bit tensors only, so that no fp32 main param is in memory. For updates in plain tensor code
+there are kernels that decode and encode: their rows have the remainder, the model param and the main param.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: SIM300 - it knows Python, not what Triton compiles
 
+import triton
 import triton.language as tl
 
 from megascale.kernels import remainders
-from megascale.kernels.triton.chunks import chunk_of
-from megascale.kernels.triton.elements import MAIN, MODEL, OVERFLOW, bits_as_bf16, overflow_in, round_into_model, write
+from megascale.kernels.triton import device_table
+from megascale.kernels.triton.chunks import (
+    MAIN,
+    MODEL,
+    NARROWER,
+    OVERFLOW,
+    STATE,
+    arrive,
+    bits_as_bf16,
+    chunk_of,
+    locate,
+    overflow_in,
+    read,
+    round_into_model,
+    whole_vectors,
+    write,
+)
 from megascale.kernels.triton.interpreter import inlined, sum_of
 
 MOST = tl.constexpr(remainders.MOST)
@@ -20,6 +37,8 @@ UNIT = tl.constexpr(remainders.UNIT)
 PER_UNIT = tl.constexpr(1 / remainders.UNIT)
 HALF_INFINITY = tl.constexpr(remainders.FP16_INF)
 TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a number below 2**22 that is added to it in fp32 keeps no fraction
+VECTOR_WIDTH = tl.constexpr(device_table.UPDATE_VECTOR)
+POINTERS = ["rows", "chunk_rows", "counters", "flags", "found_inf"]
 
 # fmt: off
 
@@ -139,3 +158,64 @@ def write_main(
 def found_in(overflow):
     """Return whether any element of a chunk overflows, 0 or 1."""
     return tl.minimum(sum_of(overflow), 1)
+
+
+@inlined
+def _decode_chunk(row, start, first, last, MODEL_DTYPE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    left_chunk, model_chunk = main_chunks(row, start, MODEL_DTYPE, True, VECTOR)
+    main_chunk = chunk_of(row, STATE, start, tl.float32, VECTOR)
+    for begin in range(first, last, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        mask = offsets < last
+        main, _, _ = read_main(left_chunk, model_chunk, offsets, mask, MODEL_DTYPE, True)
+        write(main_chunk, offsets, main, mask)
+
+
+@triton.jit(do_not_specialize=POINTERS)
+def decode_kernel(
+    rows, chunk_rows, counters, COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write main params."""
+    _, _, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
+    whole = whole_vectors(row, length, VECTOR_WIDTH)
+    if whole > 0:
+        _decode_chunk(row, start, 0, whole, MODEL_DTYPE, BLOCK, VECTOR_WIDTH)
+    if whole < length:
+        _decode_chunk(row, start, whole, length, MODEL_DTYPE, BLOCK // NARROWER, 1)
+
+
+@inlined
+def _encode_chunk(
+    row, start, first, last, landed, MODEL_DTYPE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):
+    left_chunk, model_chunk = main_chunks(row, start, MODEL_DTYPE, True, VECTOR)
+    main_chunk = chunk_of(row, STATE, start, tl.float32, VECTOR)
+    overflow = tl.full((BLOCK,), 0, tl.int32)
+    for begin in range(first, last, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        mask = offsets < last
+        kept = offsets < last * landed
+        main = read(main_chunk, offsets, mask)
+        _, half, left = read_main(left_chunk, model_chunk, offsets, mask, MODEL_DTYPE, True)
+        overflow = write_main(
+            left_chunk, model_chunk, offsets, main, half, left, mask, kept, overflow, MODEL_DTYPE, True, False
+        )
+    return found_in(overflow)
+
+
+@triton.jit(do_not_specialize=POINTERS)
+def encode_kernel(
+    rows, chunk_rows, counters, flags, found_inf, COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Write model params and remainders, unless ``found_inf`` is set."""
+    index, _, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
+    landed = (tl.load(found_inf) == 0).to(tl.int32)
+    whole = whole_vectors(row, length, VECTOR_WIDTH)
+    overflow = tl.full((), 0, tl.int32)
+    if whole > 0:
+        overflow |= _encode_chunk(row, start, 0, whole, landed, MODEL_DTYPE, BLOCK, VECTOR_WIDTH)
+    if whole < length:
+        overflow |= _encode_chunk(row, start, whole, length, landed, MODEL_DTYPE, BLOCK // NARROWER, 1)
+    arrive(row, counters + index, flags, overflow, CHUNK)
