@@ -1,4 +1,4 @@
-"""``python -m megascale.train [config=FILE] a.b=c ...``: train one of the tasks; see :mod:`megascale.train.config`."""
+"""``python -m megascale.train [config=FILE] [a.b=c ...]``: train a task; see :mod:`megascale.train.config`."""
 
 import sys
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(arguments: list[str]) -> int:
     # Here: what is missing of the extra `train` is named without a traceback.
     from megascale.train.config import load_config, usage
-    from megascale.train.runtime import Runtime, as_typed
+    from megascale.train.runtime import Runtime
     from megascale.train.trainer import Trainer
 
-    if any(argument in ("-h", "--help") for argument in arguments):
+    if not {"-h", "--help"}.isdisjoint(arguments):
         print(usage())
         return 0
     config = load_config(arguments)
-    with outliving_its_reader(), Runtime(config.threads, config.distributed) as runtime:
-        return Trainer(config, runtime, as_typed(arguments)).run()
+    with outliving_its_reader(), Runtime(config.threads, config.distributed.timeout) as runtime:
+        return Trainer(config, runtime).run()
 
 
 if __name__ == "__main__":

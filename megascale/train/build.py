@@ -51,57 +51,38 @@ def build_schedule(config: TrainConfig, optimizer: MegascaleOptimizer, landed: i
 
 def build_grad_scaler(config: ScalerConfig) -> MegatronGradScaler | None:
     """Return the scaler of ``config``, or None."""
-    if config.scaler_type == "none":
-        return None
-    if config.scaler_type == "static":
-        return ConstantGradScaler(config.scale)
-    return DynamicGradScaler(
-        config.scale,
-        config.min_scale,
-        config.growth_factor,
-        config.backoff_factor,
-        config.growth_interval,
-        config.hysteresis,
-        max_scale=config.max_scale,
-        hysteresis_reset=config.hysteresis_reset,
-    )
+    options = {name: value for name, value in vars(config).items() if name not in ("scaler_type", "scale")}
+    if config.scaler_type == "dynamic":
+        return DynamicGradScaler(config.scale, **options)
+    return ConstantGradScaler(config.scale) if config.scaler_type == "static" else None
 
 
 def build_wrapped_optimizer(config: TrainConfig, model: nn.Module) -> MegascaleOptimizer:
-    """Return the optimizer of ``config`` over ``model``'s parameters."""
-    options = config.optimizer
-    return build_optimizer(
-        _optimizer_config(config),
-        model,
-        # Muon's recipe spares biases and norms the weight decay; here the others do not.
-        overrides=None if options.name == MUON.name else {"*": {"weight_decay": options.weight_decay}},
-        grad_scaler=build_grad_scaler(config.scaler),
-        bucket_numel=options.bucket_numel,
-    )
+    """Return the optimizer of ``config`` over ``model``'s parameters.
 
-
-def _optimizer_config(config: TrainConfig) -> OptimizerConfig:
-    """Return which torch optimizer it is, of whose fields each rule reads its own, and how a step clips and counts."""
+    Each rule reads its own of the fields that say which torch optimizer it is.
+    """
     options = config.optimizer
     rule, variant = VARIANTS[options.name]
     threshold = options.grad_norm_skip_threshold
-    return OptimizerConfig(
+    same = ("lr", "weight_decay", "clip_grad", "overlap_param_gather")
+    limits = ("max_consecutive_skips", "max_overflows_at_min_scale")
+    wrapped = OptimizerConfig(
         optimizer=rule.name,
         decoupled_weight_decay=rule is not ADAM or variant.kind in rule.decoupled,
-        lr=options.lr,
-        weight_decay=options.weight_decay,
         sgd_momentum=options.momentum,
         muon_momentum=options.momentum,
         muon_adam_lr=options.adam_lr,
         adam_beta1=options.beta1,
         adam_beta2=options.beta2,
         use_distributed_optimizer=options.sharded,
-        overlap_param_gather=options.sharded and options.overlap_param_gather,
         fp16=config.precision == "fp16",
         bf16=config.precision == "bf16",
-        clip_grad=options.clip_grad,
         log_num_zeros_in_grad=True,
         grad_norm_skip_threshold=math.inf if threshold is None else threshold,
-        max_consecutive_skips=options.max_consecutive_skips,
-        max_overflows_at_min_scale=options.max_overflows_at_min_scale,
+        **{name: getattr(options, name) for name in (*same, *limits)},
     )
+    # Muon's recipe spares biases and norms the weight decay; here the others do not.
+    overrides = None if options.name == MUON.name else {"*": {"weight_decay": options.weight_decay}}
+    scaler = build_grad_scaler(config.scaler)
+    return build_optimizer(wrapped, model, overrides=overrides, grad_scaler=scaler, bucket_numel=options.bucket_numel)

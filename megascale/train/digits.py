@@ -39,7 +39,19 @@ class DigitsTask:
         self.num_heldout = config.heldout_scenes
         self._side = SOURCE_SIZE * config.patch
         self._cell = config.size // config.grid
-        check_sizes(config)
+        if config.fill > 1:
+            raise ArgumentError(f"digits.fill is a probability: it must be 1 or less, got {config.fill!r}")
+        if self._cell < self._side:
+            raise ArgumentError(
+                f"digits.size={config.size} over digits.grid={config.grid} makes cells of {self._cell} pixels, too "
+                f"small for digits of {self._side} ({SOURCE_SIZE} x digits.patch={config.patch}); raise digits.size to "
+                f"{self._side * config.grid} or more"
+            )
+        if config.size % (multiple := config.patch * 2**config.depth):
+            raise ArgumentError(
+                f"digits.size={config.size} must be a multiple of {multiple}: digits.patch={config.patch} times 2 to "
+                f"the power of digits.depth={config.depth}"
+            )
         from sklearn.datasets import load_digits  # takes 2 s: who only looks at this module does without
 
         data = load_digits()
@@ -100,28 +112,8 @@ class DigitsTask:
         return pixels, labels
 
     def _stacked(self, scenes: list[tuple[NDArray[np.float32], NDArray[np.int64]]]) -> Batch:
-        shape = (len(scenes), 1, self._config.size, self._config.size)
-        pixels = torch.from_numpy(np.stack([pixels for pixels, _ in scenes])) if scenes else torch.zeros(shape)
-        labels = torch.from_numpy(np.stack([labels for _, labels in scenes])) if scenes else torch.zeros(shape).long()
-        inputs = (pixels.view(shape) - MEAN) / DEVIATION
-        return Batch(inputs, functional.pixel_unshuffle(labels.view(shape), self._config.patch))
-
-
-def check_sizes(config: DigitsConfig) -> None:
-    """Raise ArgumentError if digits do not fit into the cells, or the scene cannot be halved ``depth`` times."""
-    side, cell = SOURCE_SIZE * config.patch, config.size // config.grid
-    if cell < side:
-        raise ArgumentError(
-            f"digits.size={config.size} over digits.grid={config.grid} makes cells of {cell} pixels, too small for "
-            f"digits of {side} ({SOURCE_SIZE} x digits.patch={config.patch}); raise digits.size to "
-            f"{side * config.grid} or more"
-        )
-    multiple = config.patch * 2**config.depth
-    if config.size % multiple:
-        raise ArgumentError(
-            f"digits.size={config.size} must be a multiple of {multiple} (digits.patch={config.patch} times 2 to the "
-            f"power of digits.depth={config.depth})"
-        )
+        pixels, labels = (torch.from_numpy(np.stack(each))[:, None] for each in zip(*scenes, strict=True))
+        return Batch((pixels - MEAN) / DEVIATION, functional.pixel_unshuffle(labels, self._config.patch))
 
 
 class UNet(nn.Module):

@@ -8,21 +8,16 @@ Every run is the command that its row shows, in a process of its own. Further ar
 ``python -m megascale.train --help``. A run that is done already is not run again. ``figure.svg`` needs matplotlib.
 """
 
-import csv
 import json
-import math
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
 from megascale.errors import ArgumentError, RunError
-from megascale.train.rows import STEP, TABLE, parsed, rows_before
 from megascale.utils.program import run_program
 
 RUNS: dict[str, tuple[str, ...]] = {
@@ -35,101 +30,46 @@ RUNS: dict[str, tuple[str, ...]] = {
 OWN_KEYS = ("seed", "wandb_name", "output_dir", "precision", "scaler.scaler_type", "scaler.scale")
 """Keys that the experiment itself gives to each run."""
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """How one run ended."""
-
-    run: str
-    seed: int
-    total_accuracy: float
-    skipped: int
-    skipped_first: int
-    """Steps skipped before the first one landed."""
-    zero_grad_fraction: float
-    """Mean over all steps."""
-    scale: float
-    """At the end."""
-    seconds: float
+GREY = "#808080"
+"""Letters and axes, which white and black pages both show."""
+LINES = {
+    "fp32": ("fp32", GREY, 3.0),
+    "no_scaling": ("fp16 without scaling", "#D55E00", 1.5),
+    "dynamic_scaling_65536": ("fp16 with megascale", "#1F83C4", 1.5),
+    "dynamic_scaling_4294967296": ("from 2³²", "#2A9D74", 1.2),
+}
+"""Name, colour and width of each run of the picture. Those behind come first."""
+Outcome = dict[str, Any]
+"""A run's summary.json, with ``run``, ``seed``, and ``skipped_first``: steps skipped before the first that landed."""
 
 
 def command(run: str, seed: int, folder: Path, extra: Sequence[str]) -> list[str]:
     """Return the arguments of ``python`` for one run."""
-    return [
-        "-m",
-        "megascale.train",
-        *RUNS[run],
-        f"wandb_name={run}",
-        f"seed={seed}",
-        f"output_dir={folder / f'seed_{seed}'}",
-        *extra,
-    ]
+    given = [f"wandb_name={run}", f"seed={seed}", f"output_dir={folder / f'seed_{seed}'}"]
+    return ["-m", "megascale.train", *RUNS[run], *given, *extra]
+
+
+def columns(run: str, seed: int, folder: Path) -> Any:
+    """Return what a run logged, as a structured array with a field for each column of its metrics.csv."""
+    return np.atleast_1d(np.genfromtxt(folder / f"seed_{seed}" / run / "metrics.csv", delimiter=",", names=True))
 
 
 def outcome(run: str, seed: int, folder: Path) -> Outcome:
     """Read what a run left in its folder."""
-    place = folder / f"seed_{seed}" / run
-    summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
-    skipped = [parsed(row)["skipped"] == 1 for row in rows_before(place / TABLE, None)]
-    return Outcome(
-        run,
-        seed,
-        summary["total_accuracy"],
-        summary["skipped"],
-        skipped.index(False) if False in skipped else len(skipped),
-        summary["zero_grad_fraction"],
-        summary["scale"],
-        summary["seconds"],
-    )
+    summary = json.loads((folder / f"seed_{seed}" / run / "summary.json").read_text(encoding="utf-8"))
+    landed = np.flatnonzero(columns(run, seed, folder)["skipped"] == 0)
+    return summary | {"run": run, "seed": seed, "skipped_first": int(landed[0]) if len(landed) else summary["skipped"]}
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return a Markdown table: one row per run, means with the lowest and highest value over the seeds."""
-    lines = [
-        "| run | held-out accuracy: mean (min to max) | zero gradients | skipped | at the start | last scale |",
-        "|---|---|---|---|---|---|",
+    """Return a Markdown table with a row for each run and seed."""
+    rows = [
+        f"| `{one['run']}` | {one['seed']} | {one['total_accuracy']:.4f} | {one['zero_grad_fraction']:.1%} | "
+        f"{one['skipped']} | {one['skipped_first']} | {one['scale']:.4g} | {one['seconds']:.0f} |"
+        for one in sorted(outcomes, key=lambda one: [*RUNS].index(one["run"]))
     ]
-    for run in RUNS:
-        mine = [one for one in outcomes if one.run == run]
-        if not mine:
-            continue
-        accuracies = [one.total_accuracy for one in mine]
-        cells = [
-            f"`{run}`",
-            f"{_mean(accuracies):.4f} ({min(accuracies):.4f} to {max(accuracies):.4f})",
-            f"{_mean([one.zero_grad_fraction for one in mine]):.1%}",
-            _span([one.skipped for one in mine]),
-            _span([one.skipped_first for one in mine]),
-            _span([one.scale for one in mine]),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def report(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
-    """Return a Markdown page: command, machine, table, and every run."""
-    typed = " ".join(["python -m megascale.train.experiment", *arguments])
-    lines = [
-        "# What loss scaling does for fp16",
-        "",
-        f"`{typed}`",
-        "",
-        f"{_machine()}, torch {torch.__version__}, Python {platform.python_version()}. Each row is "
-        "`python -m megascale.train` with",
-        "",
-        *(f"- `{' '.join([*options, f'wandb_name={run}'])}`" for run, options in RUNS.items()),
-        "",
-        table(outcomes),
-        "",
-        "| run | seed | held-out accuracy | zero gradients | skipped | at the start | last scale | seconds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| `{one.run}` | {one.seed} | {one.total_accuracy:.4f} | {one.zero_grad_fraction:.1%} | {one.skipped} "
-        f"| {one.skipped_first} | {one.scale:.7g} | {one.seconds:.0f} |"
-        for one in outcomes
-    ]
-    return "\n".join(lines) + "\n"
+    heads = "| run | seed | held-out accuracy | zero gradients | skipped | at the start | last scale | seconds |"
+    return "\n".join([heads, "|---|---|---|---|---|---|---|---|", *rows, ""])
 
 
 def program(arguments: Sequence[str] | None = None) -> int:
@@ -138,13 +78,13 @@ def program(arguments: Sequence[str] | None = None) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all runs that are not done, and write ``results.md``, ``results.csv`` and ``figure.svg`` into the folder.
+    """Run all runs that are not done, and write ``results.md`` and ``figure.svg`` into the folder.
 
     Raises:
         ArgumentError: an argument is not understood, or would change what makes the runs differ.
         RunError: a run failed.
     """
-    if any(argument in ("-h", "--help") for argument in arguments):
+    if not {"-h", "--help"}.isdisjoint(arguments):
         print((__doc__ or "").replace("``", ""))
         return 0
     seeds, folder, extra = _parse(arguments)
@@ -157,37 +97,44 @@ def main(arguments: list[str]) -> int:
             if status:
                 raise RunError(f"the run {run} with seed {seed} ended with status {status}; its output says why")
             outcomes.append(outcome(run, seed, folder))
-            _write(outcomes, folder, arguments)
-    print(table(outcomes))
+            (folder / "results.md").write_text(table(outcomes), encoding="utf-8")
+    print(table(outcomes), end="")
     draw(seeds, folder)
     print(f"{folder / 'figure.svg'} shows the loss and the loss scale, step by step")
     return 0
 
 
 def draw(seeds: Sequence[int], folder: Path) -> None:
-    """Write ``figure.svg``: one colour for each run, one line for each of its seeds."""
-    from megascale.train.experiment_picture import write_svg  # needs matplotlib
+    """Write ``figure.svg``: loss above loss scale, one colour for each run, one line for each of its seeds."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-    runs = {}
-    for run in RUNS:
-        tables = [rows_before(folder / f"seed_{seed}" / run / TABLE, None) for seed in seeds]
-        runs[run] = [
-            {name: np.array([parsed(row).get(name, math.nan) for row in rows]) for name in (STEP, "loss", "scale")}
-            for rows in tables
-        ]
-    write_svg(runs, folder / "figure.svg")
-
-
-def _write(outcomes: Sequence[Outcome], folder: Path, arguments: Sequence[str]) -> None:
-    (folder / "results.md").write_text(report(outcomes, arguments), encoding="utf-8")
-    with open(folder / "results.csv", "w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, list(vars(outcomes[0])))
-        writer.writeheader()
-        writer.writerows(vars(one) for one in outcomes)
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "megascale", "axes.edgecolor": GREY, "grid.alpha": 0.3}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.titlelocation": "left"}
+    style |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), GREY)
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(5.2, 5.0), layout="constrained")
+        loss, scale = figure.subplots(2, 1, sharex=True)
+        for axes, title, base in ((loss, "loss", 10), (scale, "loss scale", 2)):
+            axes.set_title(title)
+            axes.set_yscale("log", base=base)
+        for run, (name, colour, width) in LINES.items():
+            for index, seed in enumerate(seeds):
+                found = columns(run, seed, folder)
+                finite = found[np.isfinite(found["loss"])]
+                spans = [span for span in np.array_split(finite, 80) if len(span)]  # a point each: the mean
+                at = ([span[column].mean() for span in spans] for column in ("step", "loss"))
+                loss.plot(*at, color=colour, linewidth=width, label=None if index else name)
+                if run != "fp32":
+                    moved = found[[True, *(np.diff(found["scale"][:-1]) != 0), True][: len(found)]]
+                    scale.step(moved["step"], moved["scale"], where="post", color=colour, linewidth=width)
+        loss.legend(frameon=False)
+        scale.set_xlabel("step")
+        figure.savefig(folder / "figure.svg", transparent=True, metadata={"Date": None, "Creator": None})
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[int], Path, list[str]]:
-    seeds, folder, extra = "0,1,2", "runs/scaling_experiment", []
+    given, extra = {"seeds": "0,1,2", "folder": "runs/scaling_experiment"}, []
     for argument in arguments:
         name, separator, value = argument.partition("=")
         if not separator:
@@ -196,33 +143,14 @@ def _parse(arguments: Sequence[str]) -> tuple[list[int], Path, list[str]]:
             raise ArgumentError(
                 f"{name} is set by the experiment itself, for each run; give seeds= and folder= instead"
             )
-        if name == "seeds":
-            seeds = value
-        elif name == "folder":
-            folder = value
+        if name in given:
+            given[name] = value
         else:
             extra.append(argument)
-    try:
-        numbers = [int(seed) for seed in seeds.split(",")]
-    except ValueError:
-        raise ArgumentError(f"seeds must be integers with commas between, got {seeds!r}, e.g. seeds=0,1,2") from None
-    if len(set(numbers)) < len(numbers) or min(numbers) < 0:
-        raise ArgumentError(f"seeds must be different integers, 0 or more, got {seeds!r}")
-    return numbers, Path(folder), extra
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _span(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
-
-
-def _machine() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    return f"{platform.system()} {platform.machine()}, {device}"
+    seeds = given["seeds"].split(",")
+    if not all(seed.isdecimal() for seed in seeds) or len(set(seeds)) < len(seeds):
+        raise ArgumentError(f"seeds must be different integers with commas between, got {given['seeds']!r}, e.g. 0,1,2")
+    return [int(seed) for seed in seeds], Path(given["folder"]), extra
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 import gc
 import os
-import shlex
 import signal
-from collections.abc import Sequence
 from datetime import timedelta
 from types import FrameType, TracebackType
 
@@ -12,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megascale.train.config import DistributedConfig
-from megascale.utils import call_site
+from megascale.utils import validate
 
 FORCE_AFTER = 3  # signals; torchrun forwards the terminal's Ctrl-C, so one key press may arrive twice
 
@@ -25,11 +22,12 @@ class Runtime:
 
     Args:
         threads: CPU threads of this rank; 0: the machine's cores divided by its ranks.
-        distributed: how long ranks wait for one another.
+        timeout: seconds that a rank waits for another one; None: torch's own.
     """
 
-    def __init__(self, threads: int, distributed: DistributedConfig | None = None) -> None:
-        self._distributed = distributed or DistributedConfig()
+    def __init__(self, threads: int, timeout: float | None = None) -> None:
+        seconds = None if timeout is None else validate.positive("distributed.timeout", timeout)
+        self._timeout = None if seconds is None else timedelta(seconds=seconds)
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -56,13 +54,7 @@ class Runtime:
 
     def __enter__(self) -> "Runtime":
         if self.under_torchrun:
-            if self.is_first:
-                _check_restarts()
-            seconds = self._distributed.timeout
-            dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo",
-                timeout=None if seconds is None else timedelta(seconds=seconds),
-            )
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=self._timeout)
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._note)
         return self
@@ -82,24 +74,3 @@ class Runtime:
         self._signals += 1
         if self._signals >= FORCE_AFTER:
             raise KeyboardInterrupt
-
-
-def _check_restarts() -> None:
-    """Warn of a torchrun whose restarted ranks would read the addresses of the old ones."""
-    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-    if may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        call_site.warn(
-            "torchrun --max-restarts hands restarted ranks the store of those before them; they may fail to connect "
-            "(https://github.com/pytorch/pytorch/issues/135712); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
-        )
-
-
-def as_typed(arguments: Sequence[str]) -> str:
-    """Return the command line that trains with ``arguments`` as this process does, on as many ranks."""
-    program = ["-m", "megascale.train", *arguments]
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        local = int(os.environ["LOCAL_WORLD_SIZE"])
-        nodes = int(os.environ["WORLD_SIZE"]) // local
-        hosts = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
-        return shlex.join(["torchrun", *hosts, "--nproc-per-node", str(local), *program])
-    return shlex.join(["python", *program])

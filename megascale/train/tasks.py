@@ -1,13 +1,11 @@
 """Task: a model, batches that depend only on seed and step, and held-out data."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Samples on the CPU.
 
     Attributes:

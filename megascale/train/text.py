@@ -26,6 +26,8 @@ class TextTask:
         self._heldout = torch.frombuffer(bytearray(text[split:]), dtype=torch.uint8)
         self._config = config
         self._seed = seed
+        if config.width % config.heads:
+            raise ArgumentError(f"text.width={config.width} must be a multiple of text.heads={config.heads}")
         longest = len(self._heldout) - 1
         if config.context > longest:
             raise ArgumentError(

@@ -32,7 +32,6 @@ def test_scenes_depend_on_seed_step_and_index_alone() -> None:
     for other in (task.batch(6, 0, 4), DigitsTask(SMALL, seed=4).batch(5, 0, 4), task.heldout(0, 4)):
         assert not torch.equal(other.targets, whole.targets)
     assert not torch.equal(whole.targets[0], whole.targets[1])
-    assert task.batch(0, 2, 2).inputs.shape == (0, 1, 64, 64)
 
 
 @pytest.mark.parametrize("part", ["train", "heldout"])
@@ -136,7 +135,7 @@ REFUSED = [
         r"digits.size=128 over digits.grid=6 makes cells of 21 pixels.*digits.size to 192 or more",
     ),
     (DigitsConfig(grid=300), "cells of 0 pixels, too small for digits of 32"),
-    (DigitsConfig(size=200, depth=2), r"digits.size=200 must be a multiple of 16 \(digits.patch=4"),
+    (DigitsConfig(size=200, depth=2), r"digits.size=200 must be a multiple of 16: digits.patch=4"),
 ]
 
 

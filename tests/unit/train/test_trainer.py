@@ -65,14 +65,14 @@ def _run(folder: Path, *arguments: str, stop_at: int | None = None) -> int:
     """Train; ``stop_at``: a SIGTERM comes while this step is taken."""
     with Runtime(threads=1) as runtime:
         trainer = Trainer(load_config([*TINY, f"output_dir={folder}", *arguments]), runtime)
-        own_part = trainer._own_part
+        batch = trainer._batch
 
-        def own_part_or_stop(step: int) -> Batch:
+        def batch_or_stop(step: int) -> Batch:
             if step == stop_at:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return own_part(step)
+            return batch(step)
 
-        trainer._own_part = own_part_or_stop  # type: ignore[method-assign]
+        trainer._batch = batch_or_stop  # type: ignore[method-assign]
         return trainer.run()
 
 
@@ -86,7 +86,7 @@ def test_stopped_at_any_step_ends_as_if_it_had_not_been(tmp_path: Path, stop_at:
     arguments = ("steps=6", f"evaluate_every={evaluate_every}", "scaler.scale=4294967296", "optimizer.warmup_steps=3")
     assert _run(tmp_path / "straight", *arguments) == 0
     status = _run(tmp_path / "cut", *arguments, stop_at=stop_at)
-    assert status == (128 + signal.SIGTERM if stop_at < 5 else 0)
+    assert status == (128 + signal.SIGTERM if stop_at < 4 else 0)
     assert _run(tmp_path / "cut", *arguments) == 0
     assert _summary(tmp_path / "cut") == _summary(tmp_path / "straight")
     assert _rows(tmp_path / "cut") == _rows(tmp_path / "straight")
@@ -166,7 +166,7 @@ def test_an_error_has_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFi
         def no_data(step: int) -> Batch:
             raise UsageError("no data")
 
-        trainer._own_part = no_data  # type: ignore[method-assign]
+        trainer._batch = no_data  # type: ignore[method-assign]
         with pytest.raises(UsageError):
             trainer.run()
         bar = capsys.readouterr().err
