@@ -16,7 +16,7 @@ from megascale.amp import fused_sgd, limits
 from megascale.amp.agreement import Agreement, Squares
 from megascale.amp.codes import require_no_codes
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
-from megascale.amp.local_grads import GradMeasure, LocalGrads, found_in, squares_in
+from megascale.amp.local_grads import LocalGrads, found_in
 from megascale.amp.overflows import ScalerOverflows
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -227,27 +227,30 @@ class GradScaler(torch.amp.GradScaler):
     # For optimizer_step(), beyond torch's API
 
     @torch.no_grad()
-    def _measure(self, optimizer: torch.optim.Optimizer, grads: LocalGrads | None = None) -> GradMeasure:
+    def _measure(self, optimizer: torch.optim.Optimizer, grads: LocalGrads) -> Tensor:
         """Measure the optimizer's scaled gradients and agree with the other ranks; :meth:`step` does not repeat it.
 
-        Call it instead of :meth:`unscale_`, or before :meth:`_unscale`; gradients must not change in between.
-        ``grads``: they, coalesced, where they have been read; so in :meth:`_unscale`.
+        Call it instead of :meth:`unscale_`, or before :meth:`_unscale`; gradients must not change in between. Returns
+        the sum of squares of this rank's plain gradients and of whole DTensors, each element once: 0-d, of
+        :func:`stats_dtype`, on the scale's device, without a sync.
+
+        ``grads``: they, coalesced.
         """
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
         _check_unscaled(state)
-        stats = (grads or LocalGrads(optimizer, coalesced=True)).measure(self._backend)
+        stats = grads.measure(self._backend)
         agreement = Agreement(_params(optimizer), self.process_group)
         nothing = torch.zeros((), dtype=stats_dtype(scale.device), device=scale.device)
         squares: Squares = dict.fromkeys([None, *agreement.meshes], nothing)
         for location, found in stats.items():
-            share = squares_in(location, found).to(nothing, non_blocking=scale.device.type != "cpu")
-            squares[location.mesh] = squares[location.mesh] + share
+            share = found.sum_squares.sum().to(stats_dtype(location.device)) / location.holders
+            squares[location.mesh] = squares[location.mesh] + to_device_async(share, scale.device).to(nothing)
         flags = [found_in(found) for found in stats.values()]
         found_inf, squares = agreement.agree(_any(flags, scale.device), squares)
         if flags or not agreement.is_alone:
             state["found_inf_per_device"] = {scale.device: found_inf}
-        return GradMeasure(found_inf, sum(squares.values(), start=nothing))
+        return sum(squares.values(), start=nothing)
 
     @torch.no_grad()
     def _unscale(

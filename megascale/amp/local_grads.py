@@ -19,7 +19,6 @@ from megascale.kernels import (
     TensorList,
     TensorStats,
     are_grads,
-    stats_dtype,
 )
 from megascale.utils.collectives import redistribute_like
 from megascale.utils.dtensors import is_dtensor, to_local
@@ -133,18 +132,6 @@ class LocalGrads:
         return found_infs
 
 
-class GradMeasure(NamedTuple):
-    """The result of one pass over an optimizer's scaled gradients: 0-d tensors on the scale's device, without a sync.
-
-    Attributes:
-        found_inf: fp32, 1.0 where any gradient of any rank that agrees has a non-finite element, else 0.0.
-        sum_squares: statistics dtype: of this rank's plain gradients and of whole DTensors, each element once.
-    """
-
-    found_inf: Tensor
-    sum_squares: Tensor
-
-
 def _by_kind(optimizer: torch.optim.Optimizer) -> tuple[dict[_Key, list[Tensor]], list[tuple[Tensor, Tensor]]]:
     """Return the parameters that have a plain gradient, and the others that have one, with it."""
     plain: defaultdict[_Key, list[Tensor]] = defaultdict(list)
@@ -202,11 +189,6 @@ def _joined(parts: list[Sequence[Tensor]]) -> Sequence[Tensor]:
 def found_in(stats: TensorStats) -> Tensor:
     """Return whether any gradient has a non-finite element: fp32, 0-d, 0 or 1."""
     return (stats.non_finite.sum() > 0).float()
-
-
-def squares_in(location: Location, stats: TensorStats) -> Tensor:
-    """Return this rank's share of the sum of squares at ``location``: 0-d, of :func:`stats_dtype`."""
-    return stats.sum_squares.sum().to(stats_dtype(location.device)) / location.holders
 
 
 def _located(param: Tensor, grad: Tensor, coalesced: bool) -> tuple[Location, Tensor]:

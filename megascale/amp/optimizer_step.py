@@ -111,7 +111,7 @@ def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, cl
     if clipping.value is not None:
         _check_dense(optimizer)
     grads = LocalGrads(optimizer, coalesced=True)
-    sum_squares = scaler._measure(optimizer, grads).sum_squares
+    sum_squares = scaler._measure(optimizer, grads)
     if not scaler._found_inf_per_device(optimizer):
         raise UsageError("the loss gave no parameter of the optimizer a gradient; does it depend on them?")
     left_to_do = inv_scale = scaler._inv_scale()

@@ -15,6 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from megascale.amp import GradScaler
+from megascale.amp.local_grads import LocalGrads
 from megascale.errors import UsageError
 from megascale.utils.dtensors import to_local
 from tests.counting import OperatorCounter
@@ -228,7 +229,8 @@ def _measured() -> tuple[float, float, int]:
     scaler, optimizer = GradScaler("cpu", 4.0), torch.optim.SGD(params, lr=1.0)
     scaler.scale(torch.ones(()))
     with OperatorCounter() as counter:
-        found_inf, sum_squares = scaler._measure(optimizer)
+        sum_squares = scaler._measure(optimizer, LocalGrads(optimizer))
+        [found_inf] = scaler._found_inf_per_device(optimizer).values()
     assert isinstance(params[-1].grad, DTensor)
     assert params[-1].grad.placements == (Replicate(), Replicate())
     assert found_inf.item() == 0.0

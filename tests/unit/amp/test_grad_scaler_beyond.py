@@ -12,6 +12,7 @@ from torch.torch_version import TorchVersion
 
 from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.amp import GradScaler
+from megascale.amp.local_grads import LocalGrads
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
 from tests.counting import OperatorCounter
 from tests.training import bits_equal
@@ -180,7 +181,8 @@ def test_fp16_gradients_that_overflow_while_unscaled_are_found() -> None:
         param.grad = torch.tensor([40000.0, 1.0]).half()
         scaler.scale(torch.ones(()))
         if measured:
-            assert scaler._measure(optimizer).found_inf.item() == 0.0
+            scaler._measure(optimizer, LocalGrads(optimizer))
+            assert _found(scaler, optimizer) == 0.0
         scaler.step(optimizer)
         scaler.update()
         assert param.detach().tolist() == [0.0, 0.0]
@@ -259,6 +261,11 @@ def test_momentum_of_a_skipped_first_step_is_zero() -> None:
         assert param.detach().unique().tolist() == [-7.0]
 
 
+def _found(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> float:
+    [found_inf] = scaler._found_inf_per_device(optimizer).values()
+    return found_inf.item()
+
+
 def test_measure_serves_clipping_in_one_more_pass() -> None:
     """_measure() gives flag and norm, sparse duplicates added up; _unscale() takes the clip coefficient along."""
     rows = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([[1.0], [2.0]]), (3, 1), check_invariants=True)
@@ -268,10 +275,10 @@ def test_measure_serves_clipping_in_one_more_pass() -> None:
     scaler = GradScaler("cpu", 2.0)
     scaler.scale(torch.ones(()))
     with OperatorCounter() as counter:
-        found_inf, sum_squares = scaler._measure(optimizer)
+        sum_squares = scaler._measure(optimizer, LocalGrads(optimizer, coalesced=True))
         scaler._unscale(optimizer, torch.tensor(0.5))
     assert counter.host_reads == 0
-    assert (found_inf.item(), sum_squares.item()) == (0.0, 25.0 + 144.0 + 9.0)
+    assert (_found(scaler, optimizer), sum_squares.item()) == (0.0, 25.0 + 144.0 + 9.0)
     scaler.step(optimizer)
     scaler.update()
     assert [param.detach().flatten().tolist() for param in params] == [[-0.75, -1.0], [-3.0], [0.0, -0.75, 0.0]]
@@ -285,7 +292,8 @@ def test_measure_is_what_a_fused_step_goes_by() -> None:
     for value, expected in ((float("nan"), 0.0), (4.0, -1.0)):
         param.grad = torch.tensor([4.0, value])
         scaler.scale(torch.ones(()))
-        assert scaler._measure(optimizer).found_inf.item() == float(value != value)
+        scaler._measure(optimizer, LocalGrads(optimizer))
+        assert _found(scaler, optimizer) == float(value != value)
         optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
         scaler.step(optimizer)
         scaler.update()
