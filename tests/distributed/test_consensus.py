@@ -17,6 +17,7 @@ from tests.pool import RankPool
 from tests.training import Bag
 
 FP16: dict[str, Any] = {"fp16": True}
+OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True}
 SGD, LION, MUON = ({"optimizer": name} for name in ("sgd", "lion", "muon"))
 OTHERWISE: dict[str, tuple[dict[str, Any], Any]] = {
     "fp16": ({}, True),
@@ -38,7 +39,11 @@ OTHERWISE: dict[str, tuple[dict[str, Any], Any]] = {
     "exp_avg_dtype": ({}, torch.bfloat16),
     "exp_avg_sq_dtype": ({}, torch.bfloat16),
     "store_param_remainders": (FP16, True),
-    "optimizer_offload_fraction": ({"optimizer_cpu_offload": True}, 0.5),
+    "optimizer_cpu_offload": ({}, True),
+    "optimizer_offload_fraction": (OFFLOAD, 0.5),
+    "overlap_cpu_optimizer_d2h_h2d": (OFFLOAD, True),
+    "pin_cpu_grads": (OFFLOAD, False),
+    "pin_cpu_params": (OFFLOAD, False),
     "overlap_param_gather": ({"use_distributed_optimizer": True}, True),
     "optimizer": ({}, "sgd"),
     "lr": ({}, 0.5),
@@ -62,10 +67,6 @@ OTHERWISE: dict[str, tuple[dict[str, Any], Any]] = {
 
 FREE = {
     "bf16": "says which parameters there may be, and these are compared",
-    "optimizer_cpu_offload": "where a rank keeps its main params; the bits are the same",
-    "overlap_cpu_optimizer_d2h_h2d": "when a rank's own weights arrive; the bits are the same",
-    "pin_cpu_grads": "the kind of a rank's own memory",
-    "pin_cpu_params": "the same",
     "use_distributed_optimizer": "another class, which tests/distributed/test_one_rank_differs.py compares",
 }
 

@@ -1,7 +1,6 @@
 """offload() and reload() over ranks: shards of both kinds, and DTensors of FSDP2."""
 
 import time
-from itertools import product
 from typing import Any
 
 import pytest
@@ -93,15 +92,10 @@ def test_fsdp2(ranks: RankPool, options: dict[str, Any]) -> None:
     assert ranks.run(2, _fully_sharded, options) == [[True] * 5] * 2
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "wait": {},
-    "overlap": {"overlap_cpu_optimizer_d2h_h2d": True},
-}
+THERE: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
 
 
-def _in_host_memory(held: str, way: str, fraction: float, stored: dict[str, Any]) -> list[bool]:
-    overlap = way == "overlap"
-
+def _in_host_memory(held: str, fraction: float, stored: dict[str, Any]) -> list[bool]:
     def build(options: dict[str, Any]) -> tuple[nn.Module, MixedPrecisionOptimizer]:
         module = net()
         inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
@@ -111,12 +105,11 @@ def _in_host_memory(held: str, way: str, fraction: float, stored: dict[str, Any]
             sync = GradSync(module.named_parameters())
             return module, MixedPrecisionOptimizer(inner, config, scaler, grad_sync=sync)
         return module, DistributedOptimizer(
-            inner, config, scaler, modules=module, shard=held, overlap_param_gather=overlap, bucket_numel=30
+            inner, config, scaler, modules=module, shard=held, overlap_param_gather=True, bucket_numel=30
         )
 
-    options: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-    options |= WAYS[way]
-    (module, ours), (twin, theirs) = build(stored | options), build(stored)
+    module, ours = build(stored | THERE | {"optimizer_offload_fraction": fraction})
+    twin, theirs = build(stored)
     _delay(ours)
     seen = []
     for step in range(4):
@@ -149,12 +142,13 @@ AMOUNTS: dict[str, tuple[float, dict[str, Any]]] = {
 HOLDERS = ("synced", "elements", "parameters")
 
 
-@pytest.mark.default("elements-overlap-half of remainders")
-@pytest.mark.parametrize(("held", "way", "amount"), list(product(HOLDERS, WAYS, AMOUNTS)))
-def test_in_host_memory(ranks: RankPool, held: str, way: str, amount: str) -> None:
-    """optimizer_cpu_offload over ranks has the bits of the same life without; overlap: of what each can overlap."""
+@pytest.mark.default("half of remainders-elements")
+@pytest.mark.parametrize("held", HOLDERS)
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_in_host_memory(ranks: RankPool, held: str, amount: str) -> None:
+    """optimizer_cpu_offload over ranks, with all overlaps, has the bits of the same life without."""
     fraction, stored = AMOUNTS[amount]
-    assert ranks.run(2, _in_host_memory, held, way, fraction, stored) == [[True] * 4] * 2
+    assert ranks.run(2, _in_host_memory, held, fraction, stored) == [[True] * 4] * 2
 
 
 def _too_little_on_one_rank() -> tuple[str, bool]:
@@ -182,7 +176,7 @@ def test_too_little_memory_for_gradients_on_one_rank(ranks: RankPool) -> None:
     assert first[1]
 
 
-def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options: dict[str, Any]) -> list[bool]:
+def _dtensors_in_host_memory(fraction: float, prefetch: bool, options: dict[str, Any]) -> list[bool]:
     mesh = mesh_of((dist.get_world_size(),), ("dp",))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
@@ -199,10 +193,9 @@ def _dtensors_in_host_memory(way: str, fraction: float, prefetch: bool, options:
         scaler = DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 3, 1)
         return module, MixedPrecisionOptimizer(INNER["adamw_fused"](module), config, scaler)
 
-    own: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update_unit, "SLICE", 16)  # several slices, whose weights arrive one after the other
-        module, ours = build(own | options | WAYS[way])
+        module, ours = build(options | THERE | {"optimizer_offload_fraction": fraction})
     twin, theirs = build(options)
     _delay(ours)
     seen = []
@@ -228,25 +221,12 @@ def _locals(saved: dict[str, Any]) -> list[Tensor]:
     return [to_local(one) for one in tensors_in(saved)]
 
 
-@pytest.mark.default("overlap-1.0-True-fp32")
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"exp_avg_dtype": torch.bfloat16}, {"store_param_remainders": True}],
-    ids=["fp32", "bf16", "remainders"],
-)
-@pytest.mark.parametrize(
-    ("way", "fraction", "prefetch"),
-    [
-        ("wait", 1.0, False),
-        ("overlap", 1.0, True),
-        ("overlap", 0.5, False),
-    ],
-)
-def test_dtensors_in_host_memory(
-    ranks: RankPool, way: str, fraction: float, prefetch: bool, options: dict[str, Any]
-) -> None:
+@pytest.mark.default("1.0-True-fp32")
+@pytest.mark.parametrize("options", [{}, {"store_param_remainders": True}], ids=["fp32", "remainders"])
+@pytest.mark.parametrize(("fraction", "prefetch"), [(1.0, True), (0.5, False)])
+def test_dtensors_in_host_memory(ranks: RankPool, fraction: float, prefetch: bool, options: dict[str, Any]) -> None:
     """FSDP2's shards: each rank's main params and state in its host's memory have the bits of a life without."""
-    assert ranks.run(2, _dtensors_in_host_memory, way, fraction, prefetch, options) == [[True] * 4] * 2
+    assert ranks.run(2, _dtensors_in_host_memory, fraction, prefetch, options) == [[True] * 4] * 2
 
 
 def _failed_on(odd: int) -> list[str]:

@@ -20,7 +20,7 @@ from tests.fake_device.device import FakeDevice
 from tests.fake_device.lives import OVERLAP, Life, Trained, grads_of, optimizer_of
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
-from tests.training import bits_equal, grad_of
+from tests.training import bits_equal
 
 COUNT, WIDTH = 4, 8
 RUNS = [("at once", 0), ("late", 0), ("side first", 0), *(("random", seed) for seed in range(8))]
@@ -211,38 +211,6 @@ def _read_meanwhile(device: FakeDevice) -> tuple[int, int]:
 def test_what_the_thread_reads_is_not_overwritten(on_device: OnDevice) -> None:
     """A backward without a forward, before the update of the step before: its gradients travel with the next step."""
     assert on_device(_read_meanwhile) == (0, COUNT)
-
-
-def _grown(offload: bool) -> list[Tensor]:
-    """Return main params after steps of which one finds a new parameter, and gradients that were written."""
-    model, optimizer, batch = _trained(offload=offload)
-    for at in range(4):
-        optimizer.zero_grad()
-        optimizer.scale_loss(model(batch).float().square().mean()).backward()
-        if at == 2:
-            for param in model.parameters():
-                grad_of(param).mul_(2)
-            weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float16, device="cuda"))
-            weight.grad = torch.ones_like(weight)
-            optimizer.add_param_group({"params": [weight], "param_names": ["new"]})
-        optimizer.step()
-    return [main.cpu().clone() for _, main in optimizer.main_params()]
-
-
-def _differing(device: FakeDevice) -> list[tuple[str, int]]:
-    expected, found = _grown(False), []
-    for order, seed in RUNS:
-        with device.running(order, seed):
-            grown = _grown(True)
-        if len(grown) != len(expected) or not all(map(bits_equal, grown, expected)):
-            found.append((order, seed))
-    return found
-
-
-@pytest.mark.slow
-def test_a_new_parameter(on_device: OnDevice) -> None:
-    """A step that takes in a new parameter when gradients have travelled makes all copies again: no bit differs."""
-    assert on_device(_differing) == []
 
 
 def _dropped(device: FakeDevice, held: str) -> tuple[bool, int]:

@@ -100,56 +100,6 @@ def test_what_the_device_holds(on_device: OnDevice, overlap: bool, sharded: bool
     assert most - 0.3 < on_device(_bytes_held, overlap, sharded) <= most
 
 
-def _step_and_forward(device: FakeDevice) -> tuple[Record, int]:
-    """Return what a backward, its step and the next forward ask of the device, in their order; and this thread."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
-    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
-    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config, scaler())
-    batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = optimizer.scale_loss(model(batch).float().square().mean())
-        with device.watch() as seen:
-            loss.backward()
-            optimizer.step()
-            with torch.no_grad():
-                model(batch)
-    return seen, threading.get_ident()
-
-
-def _event_behind(calls: list[Any], last: int) -> str:
-    """Return the name of the first event that is recorded behind a call, on its stream."""
-    stream = calls[last].stream
-    behind = next(call.what for call in calls[last:] if call.kind == "record" and call.stream == stream)
-    return str(behind.split()[-1])
-
-
-def test_each_copy_is_waited_for(on_device: OnDevice) -> None:
-    """The host reads no gradient before it has arrived, and no product is computed before its weights have: behind each
-    copy is an event, which its reader's thread or stream waits for.
-    """
-    seen, caller = on_device(_step_and_forward)
-    calls = list(seen)
-    size = 2 * WIDTH * WIDTH
-    down = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} from async" in call.what]
-    up = [at for at, call in enumerate(calls) if call.kind == "copy" and f"{size} to async" in call.what]
-    products = [at for at, call in enumerate(calls) if call.kind == "operator" and "mm" in call.what and at > up[-1]]
-    assert len(down) == len(up) == COUNT
-    main = calls[products[0]].stream
-    assert main not in {calls[at].stream for at in (*down, *up)}
-
-    copied, sent = _event_behind(calls, down[-1]), _event_behind(calls, up[-1])
-    blocks = [
-        (at, call.what.split()[-1]) for at, call in enumerate(calls) if call.kind == "block" and call.stream == main
-    ]
-    [joined] = [at for at, event in blocks if event == copied]
-    arrived = {call.what for call in calls[joined:] if call.kind == "record" and call.stream == main}
-    waits = [at for at, call in enumerate(calls) if call.kind == "wait" and call.what in arrived]
-    assert any(calls[at].thread != caller and joined < at < up[0] for at in waits)
-    assert any(event == sent and up[-1] < at < products[0] for at, event in blocks)
-
-
 def life_of(held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
     """Return weights and state after some steps with a load among them, and where main params and state live."""
     torch.manual_seed(0)

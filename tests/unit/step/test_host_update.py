@@ -384,26 +384,6 @@ def test_the_thread_itself_may_free_an_optimizer(held: str) -> None:
     assert _same(module.state_dict(), other_module.state_dict())
 
 
-@pytest.mark.default("remainders")
-@pytest.mark.parametrize("stored", [{}, CODES, HELD], ids=["fp32", "codes", "remainders"])
-def test_state_dicts_load_into_any_other_run(stored: dict[str, Any]) -> None:
-    """An offloaded run's state loads into a plain one and back, also into shards; each goes on with the same bits."""
-    ways = [("replicated", OVERLAP), ("replicated", {}), ("elements", WAIT), ("parameters", {}), ("synced", WAIT)]
-    first_module, first = _build(stored)
-    module, optimizer = _build(stored | OVERLAP)
-    for step in range(2):
-        _step(first_module, first, step)
-        _step(module, optimizer, step)
-    saved = optimizer.state_dict()
-    for at, (held, way) in enumerate(ways):
-        module, optimizer = _build(stored | way, held)
-        optimizer.load_state_dict(saved)
-        _step(module, optimizer, at + 2)
-        _step(first_module, first, at + 2)
-        saved = optimizer.state_dict()
-        assert _same(saved, first.state_dict())
-
-
 @pytest.mark.default("0.01-replicated")
 @pytest.mark.parametrize("held", ["replicated", "elements", "parameters"])
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.9])
