@@ -69,7 +69,6 @@ WAYS: dict[str, Callable[[nn.Module, torch.optim.Optimizer, GradScaler], None]] 
 }
 
 
-@pytest.mark.default("sgd-step", "lion-unscale_", "adam-optimizer_step")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_of_a_dropped_wrapper_are_refused(kind: str, way: str) -> None:

@@ -270,7 +270,7 @@ def test_each_chunk_is_updated_once_whoever_takes_it(threads: int) -> None:
         assert _same(ours, theirs)
 
 
-@pytest.mark.default("model0-0-widest")
+@pytest.mark.default("model0-0-*")
 @pytest.mark.native
 @pytest.mark.parametrize("native", VECTORS, indirect=True)
 @pytest.mark.parametrize("offset", [0, 1])

@@ -188,9 +188,6 @@ def test_torchs_own_optimizer_loads_it(saved: bool) -> None:
     assert torch.equal(moments, state["optimizer"]["state"]["first.weight"]["exp_avg"])
 
 
-@pytest.mark.default(
-    "bfloat16-zero1-fp32", "float16-replicated-compact", "float32-fsdp2-compact", "float32-replicated-fp32"
-)
 @pytest.mark.parametrize("saved", [False, True], ids=["as it is", "from a file"])
 def test_torchs_own_optimizer_gets_no_codes(saved: bool) -> None:
     """It would take them for moments. One call decodes them, and leaves a torch optimizer that steps by itself."""
