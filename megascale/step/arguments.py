@@ -226,7 +226,9 @@ def ineffective(
             found, holder = _OF_OPTIMIZER[name](optimizer), inner
             remedy = "build the optimizer with it"
         elif name in SCALER_FIELDS:
-            found, holder = _scaler_values(name, grad_scaler), scaler
+            found, holder = [], scaler
+            if name != "loss_scale" or isinstance(grad_scaler, ConstantGradScaler):  # of that alone it is the scale
+                found = [getattr(grad_scaler, one) for one in (SCALER_FIELDS[name],) if hasattr(grad_scaler, one)]
             kind = "ConstantGradScaler" if name == "loss_scale" else "DynamicGradScaler"
             remedy = f"pass a {kind} that has it"
         elif name == "use_distributed_optimizer":
@@ -251,27 +253,16 @@ def _decoupled(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [bool(optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, kinds)))]
 
 
-def _second_moment(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the dtypes that a second moment may have here: none if there is none. Others check what they support."""
-    return [] if isinstance(optimizer, kinds_without(SECOND)) else list(MOMENT_DTYPES[SECOND])
-
-
 _OF_OPTIMIZER: dict[str, Callable[[torch.optim.Optimizer], list[Any]]] = {
     "optimizer": _kind,
     # A schedule that was built first has changed the rate already.
     "lr": lambda optimizer: [*values_of("lr")(optimizer), *values_of("initial_lr")(optimizer)],
     "weight_decay": values_of("weight_decay"),
     "decoupled_weight_decay": _decoupled,
-    SECOND: _second_moment,
+    # The dtypes that a second moment may have, where there is one: others check what they support.
+    SECOND: lambda optimizer: [] if isinstance(optimizer, kinds_without(SECOND)) else list(MOMENT_DTYPES[SECOND]),
     **{name: values for rule in RULES for name, values in rule.fields.items()},
 }
-
-
-def _scaler_values(name: str, grad_scaler: MegatronGradScaler | None) -> list[Any]:
-    """Return a scaler's value of a field, in a list: empty if it has none. ``loss_scale`` is a ConstantGradScaler's."""
-    if grad_scaler is None or (name == "loss_scale" and not isinstance(grad_scaler, ConstantGradScaler)):
-        return []
-    return [getattr(grad_scaler, SCALER_FIELDS[name])] if hasattr(grad_scaler, SCALER_FIELDS[name]) else []
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -120,18 +120,14 @@ class Consensus:
         for (kind, topic), own in (facts or {}).items():
             if topic is not Topic.REPLICAS and group_size(self._holders[kind]) > 1:
                 subject = subjects.get(kind) or b"%d %s" % (number, self._sets[kind])
-                subjects[kind] = b"%s %d %s" % (subject, topic, self._digest(kind, topic, own))
+                known = self._digests.get((kind, topic))  # facts are seldom others than in the step before
+                if known is None or known[0] != own:
+                    known = self._digests[kind, topic] = own, digest(own)
+                subjects[kind] = b"%s %d %s" % (subject, topic, known[1])
         return sum(
             zero_sum(subject, group_size(self._holders[kind]), group_rank(self._holders[kind]), self._limit)
             for kind, subject in subjects.items()
         )
-
-    def _digest(self, kind: Kind, topic: Topic, facts: Facts) -> bytes:
-        """Return the digest of the facts, which are seldom others than in the step before."""
-        known = self._digests.get((kind, topic))
-        if known is None or known[0] != facts:
-            known = self._digests[kind, topic] = facts, digest(facts)
-        return known[1]
 
     def explain(self, error: Exception | None) -> None:
         """Raise on every rank alike: the ``error`` of a rank, else one that names what differs. All call it together.
@@ -188,20 +184,16 @@ def _error(topic: Topic, facts: Mapping[int, Facts], found: list[Difference]) ->
             "the same ones with the same values on every rank, before GradSync.add(), or pass replicas_may_differ=True"
         )
     if topic is Topic.ABSENT:
-        return _absence_error({rank: [name for name in names if name in own] for rank, own in facts.items()})
+        left_out = {rank: [name for name in names if name in own] for rank, own in facts.items()}
+        ranks = [rank for rank, absent in left_out.items() if absent]
+        others = f" (ranks {', '.join(map(str, ranks))} failed)" if len(ranks) > 1 else ""
+        return UsageError(
+            f"rank {ranks[0]}: parameter {listed(left_out[ranks[0]])} takes no part in the step on this rank, frozen, "
+            "without a gradient or in no param group, but other ranks update it: freeze it, or take it out, on every "
+            f"rank alike{others}"
+        )
     return UsageError(
         f"ranks that hold the same parameters have other settings: {found[0]}; use the same value on every "
         "rank. If these replicas are different models on purpose, pass replicas_may_differ=True to "
         "MixedPrecisionOptimizer"
-    )
-
-
-def _absence_error(left_out: Mapping[int, list[str]]) -> UsageError:
-    """Return the error of ranks that leave out parameters which others update. ``left_out``: their names, by rank."""
-    ranks = [rank for rank, names in left_out.items() if names]
-    others = f" (ranks {', '.join(map(str, ranks))} failed)" if len(ranks) > 1 else ""
-    return UsageError(
-        f"rank {ranks[0]}: parameter {listed(left_out[ranks[0]])} takes no part in the step on this rank, frozen, "
-        "without a gradient or in no param group, but other ranks update it: freeze it, or take it out, on every rank "
-        f"alike{others}"
     )

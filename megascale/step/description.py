@@ -1,12 +1,11 @@
 """What ``repr()`` says of an optimizer. Nothing is read from a device, synchronised between ranks, or changed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.main_params.main_param import MainParam
 from megascale.main_params.owned import OwnedMainParams
 from megascale.parallel import ParallelGroups
 from megascale.step.member import StepMember
@@ -39,13 +38,26 @@ def described(
         members, groups, grad_scaler, clip_grad: as in :class:`megascale.step.recipe.StepRecipe`.
     """
     lines = [f"{kind} ("]
-    lines += [line for member in members for line in _of_member(member, groups)]
+    for member in members:
+        lines += [
+            f"wraps: {type(member.optimizer).__name__}",
+            f"parameters: {_parameters(member)}",
+            f"main params: {_main_params(member, groups)}",
+            f"backend: {member.backend.name}, on {member.device}",
+            f"held by this rank: {_held(member)}",
+        ]
     lines += [
         f"loss scale: {'none' if grad_scaler is None else repr(grad_scaler)}",
         f"clipping: {kind} {_clipping(clip_grad)}",
         f"ranks: {_ranks(groups)}",
     ]
-    lines += _of_param_groups([group for member in members for group in member.optimizer.param_groups])
+    for index, group in enumerate(group for member in members for group in member.optimizer.param_groups):
+        options = [key for key in sorted(group) if key not in ("params", "param_names")]
+        lines += [
+            f"Parameter Group {index}",
+            f"{_INDENT}params: {count(len(group['params']), 'tensor')}",
+            *(f"{_INDENT}{key}: {_option(group[key])}" for key in options),
+        ]
     return "\n".join([*lines, ")"])
 
 
@@ -69,14 +81,6 @@ def summary(
 
 def _clipping(clip_grad: float) -> str:
     return f"clips gradients to norm {clip_grad}" if clip_grad else "does not clip gradients"
-
-
-def _of_member(member: StepMember, groups: ParallelGroups) -> Iterator[str]:
-    yield f"wraps: {type(member.optimizer).__name__}"
-    yield f"parameters: {_parameters(member)}"
-    yield f"main params: {_main_params(member, groups)}"
-    yield f"backend: {member.backend.name}, on {member.device}"
-    yield f"held by this rank: {_held(member)}"
 
 
 def _params(member: StepMember) -> list[nn.Parameter]:
@@ -109,11 +113,8 @@ def _main_params(member: StepMember, groups: ParallelGroups) -> str:
     shards = group_size(groups.data_shard)
     if not mains.is_sharded:
         return form
-    return f"{form}, with the state in {count(shards, 'shard')} of {_unit(member)}"
-
-
-def _unit(member: StepMember) -> str:
-    return "whole parameters" if isinstance(member.main_params, OwnedMainParams) else "elements"
+    unit = "whole parameters" if isinstance(mains, OwnedMainParams) else "elements"
+    return f"{form}, with the state in {count(shards, 'shard')} of {unit}"
 
 
 def _ranks(groups: ParallelGroups) -> str:
@@ -127,7 +128,8 @@ def _ranks(groups: ParallelGroups) -> str:
 
 
 def _held(member: StepMember) -> str:
-    mains = sum(map(_main_bytes, member.main_params))
+    # An fp32 model param is its own main param.
+    mains = sum(to_local(param.memory).nbytes for param in member.main_params if param.is_copy)
     state = sum(
         to_local(value).nbytes
         for entries in member.optimizer.state.values()
@@ -137,20 +139,6 @@ def _held(member: StepMember) -> str:
     )
     where = ", in host memory until reload()" if member.main_params.residence.is_away else ""
     return f"{size(mains + state)} (main params {size(mains)}, optimizer state {size(state)}){where}"
-
-
-def _main_bytes(param: MainParam) -> int:
-    """Return the bytes of a main param: none where an fp32 model param is its own."""
-    return to_local(param.memory).nbytes if param.is_copy else 0
-
-
-def _of_param_groups(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for index, group in enumerate(param_groups):
-        yield f"Parameter Group {index}"
-        yield f"{_INDENT}params: {count(len(group['params']), 'tensor')}"
-        for key in sorted(group):
-            if key not in ("params", "param_names"):
-                yield f"{_INDENT}{key}: {_option(group[key])}"
 
 
 def _option(value: Any) -> str:

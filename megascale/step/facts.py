@@ -97,7 +97,11 @@ class FactsOfSteps:
     def _shared(self, members: Sequence[StepMember], clip_grad: float) -> dict[str, Any]:
         """Return the settings of all param groups."""
         if self._configs is None:  # they are frozen
-            self._configs = dict(chain.from_iterable(map(_of_config, members, _holders(members))))
+            self._configs = {
+                f"{holder}config.{name}": comparable(value) if type(value) in (int, float) else value
+                for member, holder in zip(members, _holders(members), strict=True)
+                for name, value in ((name, getattr(member.config, name)) for name in _STEP_FIELDS)
+            }
         updates = dict(chain.from_iterable(map(_of_update, members, _holders(members))))
         return {"clip_grad": comparable(clip_grad), **self._configs, **updates}
 
@@ -110,7 +114,10 @@ class FactsOfSteps:
         found: dict[bool, dict[str, list[int]]] = {True: defaultdict(list), False: defaultdict(list)}
         for index, params in enumerate(chain.from_iterable(ordered)):
             for param in params:
-                found[is_expert(param.model)][f"the param group of {_known_as(param)}"].append(index)
+                # A name that is a position may be any: its shape tells more.
+                shape = f"parameters of shape {tuple(param.model.shape)}"
+                called = shape if param.name.isdecimal() else repr(param.name)
+                found[is_expert(param.model)][f"the param group of {called}"].append(index)
         names = {False: "data_parallel", True: "expert_data_parallel"}
         self._param_groups = {
             experts: {
@@ -142,14 +149,6 @@ def _of_scaler(scaler: MegatronGradScaler | None) -> Facts:
         "grad_scaler (its rule, and the state that was loaded)": scaler and comparable(scaler.settings()),
         "the loss scale": scaler and number_in(scaler.live_scale),
     }
-
-
-def _of_config(member: StepMember, holder: str) -> list[tuple[str, Any]]:
-    values = ((name, getattr(member.config, name)) for name in _STEP_FIELDS)
-    return [
-        (f"{holder}config.{name}", comparable(value) if type(value) in (int, float) else value)
-        for name, value in values
-    ]
 
 
 def _of_update(member: StepMember, holder: str) -> list[tuple[str, Any]]:
@@ -185,8 +184,3 @@ def _options(members: Sequence[StepMember]) -> dict[bool, dict[str, Any]]:
 @lru_cache(maxsize=4096)
 def _option(name: str, index: int) -> str:
     return f"{name} of param group {index}"
-
-
-def _known_as(param: MainParam) -> str:
-    """Return a parameter's name; where that is its position, which may be any, its shape."""
-    return f"parameters of shape {tuple(param.model.shape)}" if param.name.isdecimal() else repr(param.name)

@@ -197,7 +197,9 @@ class KernelState:
         """
         entries = [self._entry(param) for unit, names in units if "step" in names for param in unit]
         counted = set(map(id, entries))
-        idle = [own["step"] for own in self._optimizer.state.values() if id(own) not in counted and _has_count(own)]
+        others = [own for own in self._optimizer.state.values() if isinstance(own, dict) and id(own) not in counted]
+        steps = [step for own in others if isinstance(step := own.get("step"), Tensor)]
+        idle = [step for step in steps if _is_there(held(step))]
         for index in overlapping([held(tensor) for tensor in (*(entry["step"] for entry in entries), *idle)]):
             if index < len(entries):
                 entries[index]["step"] = entries[index]["step"].clone()
@@ -404,12 +406,6 @@ def _address(tensor: Tensor) -> int:
 
 def _is_there(tensor: Tensor) -> bool:
     return memory_fault(tensor) is None
-
-
-def _has_count(entry: Any) -> bool:
-    """Return whether the state of a parameter has a step count that is a tensor with memory."""
-    step = entry.get("step") if isinstance(entry, dict) else None
-    return isinstance(step, Tensor) and _is_there(held(step))
 
 
 def _parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -57,20 +57,16 @@ class _CachedOperands(NamedTuple):
         if found is None:
             if not are_all and not self.params.keys() >= set(key):
                 return None
-            found = self._pick(key)
+            place_of = {index: place for place, index in enumerate(key)}
+            places = [place_of.get(index) for index in self.params]  # in the part, of each parameter here
+            found = []
+            for one in self.prepared:
+                pairs = [(at, place) for at, index in enumerate(one.indices) if (place := places[index]) is not None]
+                if pairs:
+                    found.append(one.pick([at for at, _ in pairs], [place for _, place in pairs]))
         self.parts[key] = found  # the newest is last
         if len(self.parts) > MOST_PARTS:
             del self.parts[next(iter(self.parts))]
-        return found
-
-    def _pick(self, chosen: tuple[int, ...]) -> list[Prepared]:
-        place_of = {index: place for place, index in enumerate(chosen)}
-        places = [place_of.get(index) for index in self.params]  # in the part, of each parameter here
-        found = []
-        for one in self.prepared:
-            pairs = [(at, place) for at, index in enumerate(one.indices) if (place := places[index]) is not None]
-            if pairs:
-                found.append(one.pick([at for at, _ in pairs], [place for _, place in pairs]))
         return found
 
 
@@ -135,26 +131,39 @@ class KernelUpdate(InnerUpdate):
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        is_obstructed, cached = self.general.inner_step.is_hooked, []
+        is_obstructed, cached = self.general.inner_step.is_hooked, list[_CachedHyper | None]()
         for pending in updates:
-            cached.append(self._cached_hyper(pending))
-            if cached[-1] is None:
+            known = self._hypers.get(pending.unit.group)
+            # Hyperparameters serve while the options are the same objects as when they were read.
+            if known is None or not all(map(is_, known.values, map(pending.options.get, self._read_names))):
+                known = None
                 require_options(pending.options, self._option_names)
                 is_obstructed = is_obstructed or self.rule.obstacle(pending.options) is not None
+            cached.append(known)
         if is_obstructed:
             self._require_readable(updates)
             return self.general.prepare(updates)
-        self._drop_stale_operands()
+        entries = self.optimizer.state
+        # Cached operands are those of state dicts that somebody may have replaced.
+        if len(entries) != len(self._entries) or not all(map(is_, entries.values(), self._entries)):
+            self._entries = list(entries.values())
+            self._prepared.clear()
         if not self.fuses_remainders:
             self._make_scratch(updates)
         hypers = []
         for pending, known in zip(updates, cached, strict=True):
-            hypers.append(known or self._new_hyper(pending))
-        ready = []
-        for pending, operands, own in zip(updates, self._operands(updates, hypers), hypers, strict=True):
-            call = KernelCall(operands, own.hyper)
-            ready.append(replace(pending, call=call))
-        return ready
+            if known is None:
+                values = [pending.options.get(name) for name in self._read_names]
+                names = with_scales(self.required_state(pending.options), self._dtypes)
+                known = _CachedHyper(values, self.hyper(pending.options), names)
+                if all(map(_is_constant, values)):  # others can be written, and stay the same object
+                    self._hypers[pending.unit.group] = known
+            hypers.append(known)
+        operands = self._operands(updates, hypers)
+        return [
+            replace(pending, call=KernelCall(prepared, known.hyper))
+            for pending, prepared, known in zip(updates, operands, hypers, strict=True)
+        ]
 
     @override
     def apply(
@@ -227,32 +236,9 @@ class KernelUpdate(InnerUpdate):
                 f"step() must run, which cannot read {', '.join(codes)}"
             )
 
-    def _cached_hyper(self, pending: PendingUpdate) -> _CachedHyper | None:
-        """Return the hyperparameters of a group whose options are the same objects as when they were read; or None."""
-        cached = self._hypers.get(pending.unit.group)
-        if cached is not None and all(map(is_, cached.values, map(pending.options.get, self._read_names))):
-            return cached
-        return None
-
-    def _new_hyper(self, pending: PendingUpdate) -> _CachedHyper:
-        """Return the hyperparameters of a group, and cache them if its options are numbers, which nobody can change."""
-        values = [pending.options.get(name) for name in self._read_names]
-        names = with_scales(self.required_state(pending.options), self._dtypes)
-        made = _CachedHyper(values, self.hyper(pending.options), names)
-        if all(map(_is_constant, values)):
-            self._hypers[pending.unit.group] = made
-        return made
-
     def hyper(self, options: dict[str, Any]) -> Hyper:
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
         return self.rule.hyper(options, rate(options), type(self.optimizer))
-
-    def _drop_stale_operands(self) -> None:
-        """Drop cached operands of parameters whose state is another dict than before."""
-        entries = self.optimizer.state
-        if len(entries) != len(self._entries) or not all(map(is_, entries.values(), self._entries)):
-            self._entries = list(entries.values())
-            self._prepared.clear()
 
     def _make_scratch(self, updates: Sequence[PendingUpdate]) -> None:
         """Make memory that remainders can be decoded into; cached operands lie in the memory before, if any."""
@@ -308,7 +294,11 @@ class KernelUpdate(InnerUpdate):
             chosen.append(params)
             grads.append(theirs)
             units.append((list(params.values()), known))
-        self._state.require_apart(units, grads, self._idle(updates, units))
+        # State must not reach into what this step does not update either: main params of these and of earlier steps.
+        busy = {id(param) for params, _ in units for param in params}
+        every = dict.fromkeys([*self._prepared, *(pending.whole for pending in updates)])
+        idle = [param for unit in every for param in unit.params if id(param) not in busy]
+        self._state.require_apart(units, grads, idle)
         for pending, (listed, known) in zip(updates, units, strict=True):
             if self._cached(pending, known) is None:
                 self._state.complete(listed, known, self.rule.optional_state)
@@ -323,14 +313,6 @@ class KernelUpdate(InnerUpdate):
                 kept = made.of(pending)
             found.append(kept or [])
         return found
-
-    def _idle(
-        self, updates: Sequence[PendingUpdate], units: Sequence[tuple[list[MainParam], list[str]]]
-    ) -> list[MainParam]:
-        """Return main params of these and of earlier steps that are not among those of ``units``."""
-        busy = {id(param) for params, _ in units for param in params}
-        every = dict.fromkeys([*self._prepared, *(pending.whole for pending in updates)])
-        return [param for unit in every for param in unit.params if id(param) not in busy]
 
     def run(self, prepared: Prepared, hyper: Any, decision: Decision) -> Tensor:
         """Call the kernel and return its overflow flags, one per parameter."""

@@ -32,7 +32,7 @@ def _under_params(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
 
     What is under no number of a parameter is not cast by torch, and is the state of a parameter all the same.
     """
-    saved = list(chain.from_iterable(_numbered(group) for group in state_dict["param_groups"]))
+    saved = [(number, group) for group in state_dict["param_groups"] for number in group["params"]]
     params = list(chain.from_iterable(group["params"] for group in inner.param_groups))
     if len(saved) != len(params):
         return state_dict  # torch says in which group
@@ -43,10 +43,6 @@ def _under_params(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
             param, group = of_number[number]
             state[param] = {key: _copied(key, value, param, group) for key, value in state.pop(number).items()}
     return {**state_dict, "state": state}
-
-
-def _numbered(group: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    return [(number, group) for number in group["params"]]
 
 
 def _copied(key: Any, value: Any, param: Tensor, group: dict[str, Any]) -> Any:

@@ -144,16 +144,19 @@ class ReadyGrads:
             found: Found | MegascaleError | None = None
             if self._grad_sync is not None:
                 found = self._synced(unit)
-            if found is None and not unit.has_dtensors:
-                found = self._together(unit)
+            if found is None and not unit.has_dtensors:  # all param.grad at once, if kernels can read all there are
+                if (grads := unit.grads.read()) is not None:
+                    found = Found(unit, grads, unit)
+                elif self._grad_sync is None and (some := unit.grads.read_some()) is not None:
+                    found = self._some(unit, *some)
             if found is None:
                 found = self._one_by_one(unit)
             if isinstance(found, MegascaleError):
                 return self.failed(found)
             if found.unit.params:
                 updates.append(PendingUpdate(param_groups[unit.group], *found))
-        params, grads = self._to_measure(updates)
-        return Collected(updates, params, grads, self._weigh(params), None)
+        params, measured = self._to_measure(updates)
+        return Collected(updates, params, measured, self._weigh(params), None)
 
     def grad_of(self, param: MainParam) -> Tensor | None:
         """Return what this rank has of a gradient, as it is: the main grad, or the local part of ``param.grad``."""
@@ -235,16 +238,6 @@ class ReadyGrads:
                     return None
         return self._some(unit, kept.indices, kept.grads)
 
-    def _together(self, unit: UpdateUnit) -> Found | MegascaleError | None:
-        """Return the ``param.grad`` of a unit, if kernels can read all there are. Else None."""
-        grads = unit.grads.read()
-        if grads is not None:
-            return Found(unit, grads, unit)
-        some = None if self._grad_sync is not None else unit.grads.read_some()
-        if some is None:
-            return None
-        return self._some(unit, *some)
-
     def _some(self, unit: UpdateUnit, indices: list[int], grads: TensorList) -> Found | MegascaleError:
         """Return the gradients that there are. An error for one that is missing because another GradSync has it."""
         if len(indices) == len(unit.params):
@@ -292,18 +285,16 @@ class ReadyGrads:
 
     def _weigh(self, params: list[MainParam]) -> GradWeights:
         if self._weights is None or not are_same(self._weights[0], params):
-            pairs = [self._weight_of.get(param) or self._new_weight(param) for param in params]
+            for param in params:
+                if param not in self._weight_of:  # they serve while the units are the same
+                    weight = self._holders.of(param.model)
+                    compared = self._are_data_replicas_compared(param)
+                    self._weight_of[param] = weight.share, weight.contrast if compared else weight.tensor_contrast
+            pairs = [self._weight_of[param] for param in params]
             shares, contrasts = ([pair[at] for pair in pairs] for at in (0, 1))
             compares = any(contrasts) and not self._replicas_may_differ
             self._weights = (params, GradWeights(self._column(shares), self._column(contrasts) if compares else None))
         return self._weights[1]
-
-    def _new_weight(self, param: MainParam) -> tuple[float, float]:
-        """Return the share and the contrast of a parameter's gradient, and keep them while the units are the same."""
-        weight = self._holders.of(param.model)
-        contrast = weight.contrast if self._are_data_replicas_compared(param) else weight.tensor_contrast
-        pair = self._weight_of[param] = weight.share, contrast
-        return pair
 
     def replica_squares(self, params: Sequence[MainParam], sum_squares: Tensor | None) -> dict[ReplicaSet, float]:
         """Return the sum of squares of each gradient that other ranks should hold, too. The host waits for it.

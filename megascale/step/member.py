@@ -13,7 +13,6 @@ from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Backend, Decision
 from megascale.main_params.base import MainParams
-from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups
 from megascale.step import grad_stats
@@ -128,7 +127,10 @@ class StepMember:
             new = [param for param in unit.params if id(param) in created]
             for param in new:
                 self.grads.validate_param(param)
-                self._keep_local_state(param)
+                entries = state.get(param.model, {})
+                for key, value in entries.items():  # of state from before the optimizer was wrapped, this rank's part
+                    if isinstance(value, Tensor) and is_per_element(key, value, param.model):
+                        entries[key] = self.main_params.local_part(param, value)
                 if self._compares:
                     self.unverified_params[param.name] = param.model
             self.update.create_states(param_groups[unit.group], new)
@@ -217,38 +219,32 @@ class StepMember:
         if found is not None:
             return self.grads.failed(found)
         try:
-            if not self.counter.steps:
-                self._require_portable_options()
+            if not self.counter.steps:  # an option that a state dict cannot hold fails now, not at the first save
+                for index, group in enumerate(self.optimizer.param_groups):
+                    options = {name: value for name, value in group.items() if name not in NO_OPTIONS}
+                    portable(options, f"param_groups[{index}]", copy=False)
             collected = self.grads.collect(self.optimizer.param_groups, self.main_params)
             collected.updates = self.update.prepare(collected.updates)
             return collected
         except Exception as error:  # likewise
             return self.grads.failed(error)
 
-    def _require_portable_options(self) -> None:
-        """Raise StateDictError for an option that a state dict cannot hold: before training, not at its first save."""
-        for index, group in enumerate(self.optimizer.param_groups):
-            options = {name: value for name, value in group.items() if name not in NO_OPTIONS}
-            portable(options, f"param_groups[{index}]", copy=False)
-
     def measure(self, collected: Collected, errors: Tensor, scaled: bool) -> GradStats:
         """Return this rank's statistics of its own gradients; see :func:`megascale.step.grad_stats.measure`."""
+        has_grads = bool(collected.updates)
+        if isinstance(self.grad_sync, GradSync) and not self.grad_sync.has_taken:
+            # Main grads that took none in are zeros: what counts is a gradient beside them.
+            has_grads = any(param.model.grad is not None for update in collected.updates for param in update.params)
         return grad_stats.measure(
             collected.grads,
             collected.weights,
             errors,
             scaled,
-            self._has_grads(collected),
+            has_grads,
             backend=self.backend,
             count_zeros=self.config.log_num_zeros_in_grad,
             device=self.device,
         )
-
-    def _has_grads(self, collected: Collected) -> bool:
-        """Return whether there are gradients beside main grads of zeros that a GradSync holds although it took none."""
-        if not isinstance(self.grad_sync, GradSync) or self.grad_sync.has_taken:
-            return bool(collected.updates)
-        return any(param.model.grad is not None for update in collected.updates for param in update.params)
 
     def absent(self, collected: Collected) -> dict[str, nn.Parameter]:
         """Return, by name, parameters that other ranks have, too, but that this rank leaves out.
@@ -296,7 +292,9 @@ class StepMember:
         # A replay waits for this: views of all tensors, as to_local() makes them, took longer than the GPU's step.
         state, nothing = self.optimizer.state, dict[str, object]()
         values = chain.from_iterable(state.get(param.model, nothing).values() for param in self.main_params)
-        return [*self.main_params.units(), *(_place(value) for value in values if isinstance(value, Tensor))]
+        tensors = (value for value in values if isinstance(value, Tensor))
+        places = (one.data_ptr() if type(one) is Tensor else to_local(one).data_ptr() for one in tensors)
+        return [*self.main_params.units(), *places]
 
     def why_not_capturable(self) -> str | None:
         """Return why a step cannot be part of a device's graph; None where it can."""
@@ -304,14 +302,3 @@ class StepMember:
         if others:
             return f"its parameters are on {self.device} and on {others.pop()}: a graph is of one device"
         return self.main_params.why_not_capturable() or self.update.why_not_capturable()
-
-    def _keep_local_state(self, param: MainParam) -> None:
-        """Keep this rank's part of state that the optimizer had before it was wrapped."""
-        state = states_of(self.optimizer).get(param.model, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and is_per_element(key, value, param.model):
-                state[key] = self.main_params.local_part(param, value)
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.data_ptr() if type(tensor) is Tensor else to_local(tensor).data_ptr()

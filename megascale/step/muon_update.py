@@ -126,7 +126,13 @@ class MuonUpdate(KernelUpdate):
         del rounded, factors
         for main, direction, shape in zip(mains, directions, matrices.shapes, strict=True):
             shrunk = main * (1 - hyper.lr * hyper.weight_decay)
-            _write_unless(skipped, main, _minus(shrunk, direction, hyper.lr_of(shape)))
+            lr = hyper.lr_of(shape)
+            # torch's bits, except where the rate is a tensor on an accelerator, which the host must not read.
+            if isinstance(lr, Tensor) and lr.device.type != "cpu":
+                shrunk.add_(direction.to(main.dtype) * -lr)
+            else:
+                shrunk.add_(direction, alpha=-float(lr))
+            _write_unless(skipped, main, shrunk)
         for buffer, momentum in zip(buffers, momenta, strict=True):
             _write_unless(skipped, buffer, momentum.to(buffer.dtype))
 
@@ -151,16 +157,6 @@ def _exchanges(mains: Sequence[Tensor]) -> list[tuple[MatrixExchange, list[int]]
         (MatrixExchange([main for _, main, _ in held], [cuts for _, _, cuts in held]), [index for index, _, _ in held])
         for held in by_groups.values()
     ]
-
-
-def _minus(main: Tensor, direction: Tensor, lr: float | Tensor) -> Tensor:
-    """Return ``main - lr * direction``, in the memory of ``main``.
-
-    It has torch's bits, except where ``lr`` is a tensor on an accelerator, which the host must not read.
-    """
-    if isinstance(lr, Tensor) and lr.device.type != "cpu":
-        return main.add_(direction.to(main.dtype) * -lr)
-    return main.add_(direction, alpha=-float(lr))
 
 
 def _write_unless(skipped: Tensor, target: Tensor, value: Tensor) -> None:

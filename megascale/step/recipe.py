@@ -259,7 +259,8 @@ class StepRecipe:
         decision = ready[0].decision
         with span("update"):
             self.errors.record_overflows(self._apply_members(ready))
-        self._count(decision)
+        for member in self.members:  # a captured step on the device only: the host counts its replays
+            member.counter.count(decision.found_inf, on_host=not is_capturing(member.device))
         with span("gather"):
             self._end_step()
         self.errors.raise_local()
@@ -457,21 +458,18 @@ class StepRecipe:
                 if own.error is not None:
                     error = own.error
                     break
-            vote = 0 if self.errors.consensus.is_alone else self._vote(collected, error, call)
+            vote, facts = 0, None
+            if not self.errors.consensus.is_alone:
+                if error is None:  # a rank that has one does nothing that others could do alike
+                    count, scaler = self.errors.times_replaced, self.grad_scaler
+                    facts = self._facts.of_step(self.members, collected, self.clip_grad, scaler, count, call)
+                vote = self.errors.consensus.vote(facts)
             errors, stats = self.errors.as_statistic(error, vote), []
             for member, own in zip(self.members, collected, strict=True):
                 stats.append(member.measure(own, errors, scaled))
                 # Counted once, however many members this rank has: ranks' numbers are to cancel.
                 errors = self.errors.no_errors
         return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
-
-    def _vote(self, collected: Sequence[Collected], error: Exception | None, call: str) -> int:
-        """Return this rank's number for what it does in this step; a rank that has an error does nothing."""
-        facts = None
-        if error is None:
-            times_replaced = self.errors.times_replaced
-            facts = self._facts.of_step(self.members, collected, self.clip_grad, self.grad_scaler, times_replaced, call)
-        return self.errors.consensus.vote(facts)
 
     def _decide(self, stats: GradStats) -> tuple[Decision, Decision]:
         """Return two decisions: as overflows alone make it, for the scaler, and the step's.
@@ -485,11 +483,6 @@ class StepRecipe:
             return overflow, overflow
         is_spike = (overflow.grad_norm > self._most_norm).float()
         return overflow, replace(overflow, found_inf=torch.maximum(overflow.found_inf, is_spike))
-
-    def _count(self, decision: Decision) -> None:
-        """Count this step. A captured one is counted on the device only; its replays are counted on the host."""
-        for member in self.members:
-            member.counter.count(decision.found_inf, on_host=not is_capturing(member.device))
 
     def _held(self) -> list[HeldGrads]:
         """Return the gradients that a decided step waits to take, of all members; none if any were zeroed since."""

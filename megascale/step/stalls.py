@@ -169,7 +169,8 @@ class StallWatch(StepObserver):
         too_low = _is_above(at_floor, self._most_at_floor)
         # First: weights that are not finite are a cause, and the other errors would tell only what follows from it.
         if _is_due(self._skips, FIRST_LOOK) or too_many or too_low:
-            self._raise_damage()
+            params = (param for member in self._members for param in member.main_params)
+            raise_together(non_finite_params(params), self._overflows.group)
         lowest = None if scaler is None else scaler.lowest_scale
         worst = self._overflows.worst if self._spikes < self._skips else str
         raise_excess(self._skips, self._most_skips, at_floor, self._most_at_floor, lowest, self._why_skipped(), worst)
@@ -192,11 +193,6 @@ class StallWatch(StepObserver):
             return False
         known = known_values(found_inf.reshape(1), self._view, late=found_inf.device.type != "cpu")
         return known is not None and known != [0.0]
-
-    def _raise_damage(self) -> None:
-        """Raise NonFiniteParamError, on every rank alike, if a main param of any holds inf or NaN."""
-        params = (param for member in self._members for param in member.main_params)
-        raise_together(non_finite_params(params), self._overflows.group)
 
     def _why_skipped(self) -> str:
         if self._spikes == 0:

@@ -47,7 +47,9 @@ def with_tensor_counts(
     if not _is_torchs(optimizer):
         return dict(state)
     made = {
-        key: torch.tensor(float(value), dtype=torch.float32, device="cpu") if _is_number(value) else value
+        key: torch.tensor(float(value), dtype=torch.float32, device="cpu")
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        else value
         for key, value in state.items()
     }
     made |= {
@@ -89,7 +91,3 @@ def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is an optimizer of torch.optim, or a subclass of one."""
     kinds = type(optimizer).__mro__
     return any(kind.__module__.startswith("torch.optim") and kind is not torch.optim.Optimizer for kind in kinds)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -184,17 +184,17 @@ class GeneralUpdate(InnerUpdate):
         for param in params:
             if param.is_copy:
                 by_device[to_local(param.main).device].append(param)
-        return [OverflowFlags(held, self._round(held, decision.to(device))) for device, held in by_device.items()]
-
-    def _round(self, params: list[MainParam], decision: Decision) -> Tensor:
-        """Round main params of one device. Returns which of them did not fit, bool, shape [len(params)]."""
-        mains, models = [to_local(param.main) for param in params], [param.rounded for param in params]
-        if params[0].remainder is None:
-            return self.backend.write_back_(mains, models)
-        flags = self.backend.encode_(held_params(params, models, mains), decision.found_inf)
-        for param in params:
-            param.release()
-        return flags
+        found = []
+        for device, copies in by_device.items():
+            mains, models = [to_local(param.main) for param in copies], [param.rounded for param in copies]
+            if copies[0].remainder is None:
+                flags = self.backend.write_back_(mains, models)
+            else:
+                flags = self.backend.encode_(held_params(copies, models, mains), decision.to(device).found_inf)
+                for param in copies:
+                    param.release()
+            found.append(OverflowFlags(copies, flags))
+        return found
 
     @contextmanager
     def lend(
@@ -230,21 +230,23 @@ class GeneralUpdate(InnerUpdate):
     def _wide_moments(self, params: Sequence[MainParam]) -> Iterator[None]:
         """Show torch's own optimizers fp32 numbers of moments that are held in 16 bits, as their arithmetic wants."""
         state = self.optimizer.state
-        narrow = [(param, _widen(state.get(param.model, {}), param.main)) for param in params if self._is_torchs]
+        narrow: list[tuple[MainParam, dict[str, torch.dtype]]] = []
+        for param in params if self._is_torchs else ():
+            entries = state.get(param.model, {})
+            narrow.append(
+                (
+                    param,
+                    {
+                        name: value.dtype
+                        for name, value in entries.items()
+                        if isinstance(value, Tensor) and value.shape == param.main.shape and value.dtype in HALF_DTYPES
+                    },
+                )
+            )
+            entries.update({name: entries[name].to(param.main.dtype) for name in narrow[-1][1]})
         try:
             yield
         finally:
             for param, dtypes in narrow:
                 own = self.optimizer.state.get(param.model, {})
                 own.update({name: own[name].to(dtype) for name, dtype in dtypes.items() if name in own})
-
-
-def _widen(state: dict[str, Any], main: Tensor) -> dict[str, torch.dtype]:
-    """Replace 16-bit moments in ``state`` by wide ones, for torch's own arithmetic. Returns their former dtypes."""
-    narrow = {
-        name: value.dtype
-        for name, value in state.items()
-        if isinstance(value, Tensor) and value.shape == main.shape and value.dtype in HALF_DTYPES
-    }
-    state.update({name: state[name].to(main.dtype) for name in narrow})
-    return narrow

@@ -56,12 +56,7 @@ def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: St
                 f"config.{name}={getattr(config, name)} needs {known}, not "
                 f"{type(optimizer).__name__}; leave it at torch.float32"
             )
-    _warn_of_pieces(optimizer)
-    return GeneralUpdate(optimizer, backend)
-
-
-def _warn_of_pieces(optimizer: torch.optim.Optimizer) -> None:
-    """Warn where an optimizer that may read whole parameters is to run on DTensors, of which a rank has a piece."""
+    # An optimizer that may read whole parameters has a piece of a DTensor on each rank.
     params = (param for group in optimizer.param_groups for param in group["params"])
     if type(optimizer) not in ELEMENTWISE and any(map(is_cut, params)):
         call_site.warn(
@@ -69,3 +64,4 @@ def _warn_of_pieces(optimizer: torch.optim.Optimizer) -> None:
             "cut over ranks: it must compute with torch's operators, for which a DTensor is whole; what it reads from "
             "to_local() is a piece of a parameter",
         )
+    return GeneralUpdate(optimizer, backend)
