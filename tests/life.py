@@ -22,7 +22,7 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,7 @@ from megascale.checkpoint import Checkpointer
 from megascale.errors import StateDictError, UsageError
 from megascale.grad_sync import GradSync
 from tests.cells import Given
-from tests.meshes import mesh_of
+from tests.meshes import hybrid_groups, mesh_of
 from tests.pool import RankPool
 from tests.reference_optimizer import MOMENTS, ReferenceOptimizer, Result
 from tests.training import bits_equal
@@ -75,6 +75,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 SHAPES = ((33, 47), (7,), (4, 64), (2, 3, 4), (12,))
 """The last one is trained once a group is added."""
+PLACES = ["replaced", "strided", "misaligned"]
+"""Of gradients that a program makes in the place of backward's."""
 MATRICES = ((33, 47), (12, 7), (4, 64), (7, 12), (5, 9))
 GROUPS_OF_CODES = ((33, 64), (256,), (4, 64), (8, 32), (128,))
 """What FSDP2 may cut where moments are codes: parts of whole groups of 32 elements."""
@@ -85,7 +87,8 @@ class Setup:
     """What a life is of.
 
     Attributes:
-        layout: "replicated", "synced" (a GradSync), "elements", "parameters" (a DistributedOptimizer's) or "fsdp2".
+        layout: "replicated", "synced" (a GradSync), "elements", "parameters" (a DistributedOptimizer's), "hybrid" (by
+            elements within each half of four ranks, which repeat one another) or "fsdp2".
         fields: of the config.
         ahead: weights are gathered while the next forward has begun; of a DistributedOptimizer.
         reads_seldom: state is compared after the actions that read it alone, so that the others find it as it was left.
@@ -110,7 +113,8 @@ class Setup:
         if layout == "replicated":
             layout = "synced" if ranks > 1 else draw.choice(["replicated", "synced"])
         if layout == "zero1":
-            layout = "parameters" if rule == "muon" else draw.choice(["elements", "parameters"])
+            sharded = ["elements", "parameters"] + ["hybrid"] * (ranks == 4)
+            layout = "parameters" if rule == "muon" else draw.choice(sharded)
         fields: dict[str, Any] = {"backend": "reference" if device == "cuda" else draw.choice(["reference", "native"])}
         if rule != "muon" and device == "cpu" and draw.random() < 0.2:
             fields["backend"] = "torch"
@@ -158,6 +162,15 @@ class Setup:
         return self.rule != "muon" and self.fields["backend"] != "torch"
 
 
+class Watched(Given):
+    """Remembers the weights that forward has used, whole."""
+
+    def forward(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """See :class:`Given`."""
+        self.seen = [weight.detach().clone() for weight in self.weights]
+        return super().forward(grads)
+
+
 class Life:
     """An optimizer, its reference, and what is done to both. Ranks live together, each with a reference of its own.
 
@@ -183,7 +196,7 @@ class Life:
     def _build(self) -> None:
         """Make a model and its optimizer: at first, and where a program begins anew."""
         setup = self.setup
-        self.module = Given(setup.shapes, seed=self.num_saved).to(self.device, setup.dtype)
+        self.module = Watched(setup.shapes, seed=self.num_saved).to(self.device, setup.dtype)
         if setup.layout == "fsdp2":
             mesh = mesh_of((self.ranks,)) if self.device == "cpu" else init_device_mesh(self.device, (self.ranks,))
             fully_shard(self.module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
@@ -197,19 +210,26 @@ class Life:
             **setup.fields,
         )
         self.scaler = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, INTERVAL, HYSTERESIS, max_scale=MOST_SCALE)
-        self.sync = GradSync(self.module.named_parameters()) if setup.layout == "synced" else None
-        if setup.layout in ("elements", "parameters"):
+        self.sync = GradSync(self.module.named_parameters(), bucket_numel=600) if setup.layout == "synced" else None
+        if setup.layout in ("elements", "parameters", "hybrid"):
             self.optimizer: MixedPrecisionOptimizer = DistributedOptimizer(
                 inner,
                 config,
                 self.scaler,
                 modules=self.module,
-                shard=setup.layout,
+                shard="elements" if setup.layout == "hybrid" else setup.layout,
+                groups=self._halves() if setup.layout == "hybrid" else None,
                 bucket_numel=600,
                 overlap_param_gather=setup.ahead,
             )
         else:
             self.optimizer = MixedPrecisionOptimizer(inner, config, self.scaler, grad_sync=self.sync)
+
+    def _halves(self) -> Any:
+        """Return four ranks as two copies of two shards each."""
+        if self.device == "cpu":
+            return hybrid_groups()
+        return init_device_mesh(self.device, (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
 
     def _groups(self) -> list[list[tuple[str, Any]]]:
         named = list(self.module.named_parameters())
@@ -233,18 +253,33 @@ class Life:
         if action in READS or not self.setup.reads_seldom:
             self.compare()
 
-    def _step(self, *, batches: int = 1, overflows: bool = False, halves: bool = False, unused: str = "") -> None:
-        """Forward, backward and step. ``unused``: a parameter that the loss does not depend on."""
+    def _step(
+        self, *, batches: int = 1, overflows: bool = False, halves: bool = False, unused: str = "", change: str = ""
+    ) -> None:
+        """Forward, backward and step.
+
+        Args:
+            halves: prepare_grads() and step_with_ready_grads().
+            unused: a parameter that the loss does not depend on.
+            change: what becomes of the gradients before the step.
+        """
         seed, poison = self.draw.getrandbits(30), None
         if overflows:
             trained = [name for name in self.reference.main if name not in self.frozen]
             poison = (self.draw.randrange(self.ranks), self.draw.randrange(batches), self.draw.choice(trained))
         self.optimizer.zero_grad()
+        if change == "dropped":
+            self.optimizer.scale_loss(
+                self.module(self._given(self._grads(seed + 1, 0, self.rank, None, "")))
+            ).backward()
+            self.optimizer.zero_grad()
         for batch in range(batches):
             grads = self._grads(seed, batch, self.rank, poison, unused)
             with self._unreduced() if batch < batches - 1 else self._reduced():
-                loss = self.module([None if grad is None else grad.to(self.device) for grad in grads.values()])
-                self.optimizer.scale_loss(loss).backward()
+                self.optimizer.scale_loss(self.module(self._given(grads))).backward()
+        factor = self._change_gradients(change) if change else 1.0
+        names = [name for name, _ in self.module.named_parameters()]
+        self._compare_weights(dict(zip(names, self.module.seen, strict=True)))
         before = self._bits() if overflows and not self.setup.reads_seldom else {}
         if halves:
             found_inf = self.optimizer.prepare_grads()
@@ -252,7 +287,8 @@ class Life:
             found = self.optimizer.step_with_ready_grads()
         else:
             found = self.optimizer.step()
-        self._compare_results(found, self._reference_step(self._mean(seed, batches, poison, unused)))
+        mean = {name: grad * factor for name, grad in self._mean(seed, batches, poison, unused).items()}
+        self._compare_results(found, self._reference_step(mean))
         self.num_steps += 1
         if before:  # a skipped step changes no bit: also of codes and remainders
             after = self._bits()
@@ -284,6 +320,9 @@ class Life:
             grads[name] = grad if is_used else None
         return grads
 
+    def _given(self, grads: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+        return [None if grad is None else grad.to(self.device) for grad in grads.values()]
+
     def _mean(self, seed: int, batches: int, poison: tuple[int, int, str] | None, unused: str) -> dict[str, Tensor]:
         """Return the mean over ranks of what micro-batches add up to."""
         every = [
@@ -314,22 +353,27 @@ class Life:
     def _unused(self) -> None:
         self._step(unused=self.draw.choice([name for name in self.reference.main if name not in self.frozen]))
 
-    def _moved_gradients(self) -> None:
-        """Gradients lie elsewhere when the step comes: in columns of a larger tensor, or at an odd address."""
-        if self.setup.layout != "replicated":
-            return self._step()
-        seed, is_strided = self.draw.getrandbits(30), self.draw.random() < 0.5
-        self.optimizer.zero_grad()
-        grads = self._grads(seed, 0, 0, None, "")
-        loss = self.module([None if grad is None else grad.to(self.device) for grad in grads.values()])
-        self.optimizer.scale_loss(loss).backward()
+    def _changed_gradients(self) -> None:
+        """Gradients are written after backward, or are other tensors when the step comes, at odd addresses too."""
+        self._step(change=self.draw.choice(["written", "dropped"] + PLACES * (self.setup.layout == "replicated")))
+
+    def _change_gradients(self, way: str) -> float:
+        """Change what backward has left. Returns what it is multiplied by."""
+        if isinstance(sync := self.optimizer._member.grad_sync, GradSync):
+            sync.finish()
         for param in self.module.parameters():
-            if param.grad is not None and is_strided:
-                param.grad = torch.stack([param.grad, param.grad], -1)[..., 0]
-            elif param.grad is not None:
-                flat = torch.cat([param.grad.new_zeros(1), param.grad.reshape(-1)])
-                param.grad = flat[1:].view(param.grad.shape)
-        self._compare_results(self.optimizer.step(), self._reference_step(self._mean(seed, 1, None, "")))
+            grad = sync.local_grad(param) if isinstance(sync, GradSync) else param.grad
+            if grad is None or not param.requires_grad:
+                continue
+            if way == "written":
+                grad.mul_(0.5)
+            elif way == "replaced":
+                param.grad = grad * 0.5
+            elif way == "strided":
+                param.grad = torch.stack([grad, grad], -1)[..., 0]
+            elif way == "misaligned":
+                param.grad = torch.cat([grad.new_zeros(1), grad.reshape(-1)])[1:].view(grad.shape)
+        return 0.5 if way in ("written", "replaced") else 1.0
 
     def _clip(self) -> None:
         self.clip_grad = self.optimizer.clip_grad = self.draw.choice([0.0, 0.5, 3.0])
@@ -405,8 +449,12 @@ class Life:
         _require(StateDictError, self.optimizer.load_state_dict, state)
 
     def _offload(self) -> None:
+        """Move state away; what reads it at once finds every bit."""
+        before = [_local(main).clone() for _, main in self.optimizer.main_params()]
         self.optimizer.offload()
         self.is_away = True
+        after = [_local(main).clone() for _, main in self.optimizer.main_params()]
+        assert all(map(bits_equal, before, after)), "main params in host memory are others"
         _require(UsageError, self.optimizer.load_state_dict, self.optimizer.state_dict())
 
     def _reload(self) -> None:
@@ -417,7 +465,7 @@ class Life:
         """Weights are written: in place, by a load into the module, in other memory, or in a way that torch does not
         count. The next step goes on from them.
         """
-        ways = ["in place", "load", "uncounted", *(["moved"] if self.setup.layout == "replicated" else [])]
+        ways = ["in place", "load", "uncounted", *(["moved"] if self.setup.layout != "fsdp2" else [])]
         way, name = self.draw.choice(ways), self.draw.choice(list(self.reference.main))
         self.optimizer.finish_param_gather()
         weights = dict(self.module.named_parameters())
@@ -466,7 +514,8 @@ class Life:
         assert now == (reference.scale, reference.growth, reference.hysteresis)
         if self.setup.dtype != torch.float32:
             assert set(packed["main_params"]) == set(reference.main)
-        self._compare_weights(dict(self.module.named_parameters()))
+        if self.setup.is_exact:
+            self._compare_weights(dict(self.module.named_parameters()))
         for name, main in reference.main.items():
             held = packed["main_params"].get(name)
             self._compare_main(name, main, _whole(dict(self.module.named_parameters())[name] if held is None else held))
@@ -479,8 +528,6 @@ class Life:
                 assert options[key] == value, (index, key, options[key], value)
 
     def _compare_weights(self, weights: Mapping[str, Tensor]) -> None:
-        if not self.setup.is_exact:
-            return
         for name, main in self.reference.main.items():
             weight = _whole(weights[name])
             assert bits_equal(weight, main.to(self.setup.dtype)), f"{name}: {_first(weight, main)}"
@@ -594,7 +641,7 @@ ACTIONS: dict[str, Callable[[Life], object]] = {
     "rate": Life._rate,
     "halves of a step": lambda life: life._step(halves=True, overflows=life.draw.random() < 0.3),
     "unused parameter": Life._unused,
-    "moved gradients": Life._moved_gradients,
+    "changed gradients": Life._changed_gradients,
     "restart": Life._restart,
     "refused load": Life._refused_load,
     "read weights": Life._read_weights,
@@ -610,14 +657,23 @@ def actions_of(number: int) -> list[str]:
     return [draw.choice(others) if draw.random() < 0.7 else "step" for _ in range(LENGTH)]
 
 
-def live(number: int, folder: Path, device: str = "cpu", setup: Setup | None = None) -> list[str]:
-    """Live one life. All ranks call this together.
+def live(
+    number: int, folder: Path, device: str = "cpu", setup: Setup | None = None, actions: Sequence[str] = ()
+) -> list[str]:
+    """Live one life. All ranks call this together. Returns its actions.
+
+    Args:
+        number: what is not given, a setup and actions, is drawn from it.
+        folder: for checkpoints, the same on all ranks.
+        device: "cpu" or "cuda".
+        setup: see :class:`Setup`.
+        actions: one after the other, of ACTIONS.
 
     Raises AssertionError, with the life's number, setup and the action at which it went wrong.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     setup = setup or Setup.of(number, ranks, device)
-    actions = actions_of(number)
+    actions = list(actions) or actions_of(number)
     where = ""
     try:
         life = Life(setup, folder, device)

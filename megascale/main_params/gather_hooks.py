@@ -21,6 +21,8 @@ from torch.utils.hooks import RemovableHandle
 CALLERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
+LISTS = (nn.ParameterList, nn.ParameterDict)
+
 _COMPILED: WeakSet[nn.Module] = WeakSet()
 """Modules that compiled code may call. It is not traced anew for the hooks of another optimizer."""
 
@@ -128,12 +130,17 @@ class _BeforeStateDict(_Hook):
 def params_read_by(module: nn.Module) -> Iterable[nn.Parameter]:
     """Return the parameters that a module's forward may read: its own, of a module of torch its children's too.
 
+    Those of a ParameterList or ParameterDict are its parent's: nobody calls one.
     A module under FSDP2 reads all that are in it: its root gathers, and prefetches, on streams that wait for the
     current one only when the root is called.
     """
     if module._modules and _reads_below(module):
         return module.parameters()
-    return [param for param in module._parameters.values() if param is not None]  # parameters() would take 2 us
+    found = [param for param in module._parameters.values() if param is not None]  # parameters() would take 2 us
+    for child in module._modules.values():
+        if isinstance(child, LISTS):
+            found += child.parameters()
+    return found
 
 
 def _reads_below(module: nn.Module) -> bool:

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
 from megascale.errors import ArgumentError
-from megascale.utils.dtensors import is_dtensor
 from tests.checkpoint_cases import message_of
 from tests.meshes import mesh_of
 from tests.pool import RankPool
@@ -28,7 +27,6 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], list[Placement], list[Placement]]] = {
     "rows of rows": ((2, 2), [Shard(0), Shard(0)], [Replicate(), Replicate()]),
 }
 """By name: the mesh, how most parameters are placed, and the last one, which no cut fits."""
-Whole = dict[str, Tensor]
 STEPS = 4
 
 
@@ -191,28 +189,3 @@ def test_cut_groups_are_refused(ranks: RankPool) -> None:
     for message, shape in zip(first, ("(8, 64)", "(10,)", "(7, 16)", "(6, 16)"), strict=True):
         assert f"parameter 'w' is a DTensor of shape {shape} with placements" in message
         assert "which cut a group of 32 elements that share a scale; cut it along dimension 0" in message
-
-
-def _fsdp() -> tuple[bool, bool]:
-    """Train by fully_shard and by one replica on the same samples. Returns whether moments are DTensors, and agree."""
-    found, held = [], []
-    for sharded in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
-        if sharded:
-            fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("fsdp",)))
-        config = OptimizerConfig(bf16=True, exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8)
-        optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config)
-        for step in range(3):
-            inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
-            optimizer.zero_grad()
-            model(inputs).float().square().mean().backward()
-            optimizer.step()
-        held.append(all(is_dtensor(v) for s in optimizer.optimizer.state.values() for k, v in s.items() if k != "step"))
-        found.append(_whole(model, optimizer))
-    return held == [True, False], all(bits_equal(found[0][key], found[1][key]) for key in found[1])
-
-
-def test_fsdp2(ranks: RankPool) -> None:
-    """fully_shard on 2 ranks, which have the same samples, has the bits of one replica."""
-    assert ranks.run(2, _fsdp) == [(True, True)] * 2

@@ -11,7 +11,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import reduction
 from megascale.grad_sync.sharded_sync import ShardedGradSync
@@ -20,7 +19,7 @@ from megascale.main_params.replica_check import require_same
 from megascale.parallel import ParallelGroups
 from megascale.utils.collectives import exchange_start
 from tests.pool import RankPool
-from tests.training import INNER, Tiny, bits_equal, grad_of, model, same_bits, snapshot
+from tests.training import Tiny, bits_equal, grad_of, model
 
 SMALL_BUCKET = 20
 KINDS = {False: GradSync, True: ShardedGradSync}
@@ -185,49 +184,6 @@ def _tokens(sharded: bool, divisor: float) -> list[list[float]]:
 def test_divisor_of_the_caller(ranks: RankPool, sharded: bool) -> None:
     """set_divisor(tokens), number or device tensor, divides the sum over ranks, for one step."""
     assert ranks.run(2, _tokens, sharded, 6.0) == [[[1.5], [0.5], [0.5], [1.5]]] * 2
-
-
-def _trained(kind: str) -> Any:
-    module = model()
-    twin = model()
-    config = OptimizerConfig(fp16=True, clip_grad=0.5, log_num_zeros_in_grad=True)
-
-    def scaler() -> DynamicGradScaler:
-        return DynamicGradScaler(2.0**8, 1.0, 2.0, 0.5, 4, 1)
-
-    sync = GradSync(module.named_parameters(), bucket_numel=SMALL_BUCKET)
-    ours = MixedPrecisionOptimizer(INNER[kind](module), config, scaler(), grad_sync=sync)
-    theirs = MixedPrecisionOptimizer(INNER[kind](twin), config, scaler())
-    ddp = DistributedDataParallel(twin)
-    log = []
-    for step in range(12):
-        data = _data(step, dist.get_rank(), torch.float16)
-        factor = math.inf if step in (3, 8) and dist.get_rank() == step % 2 else 1.0
-        for optimizer, network in ((ours, module), (theirs, ddp)):
-            optimizer.zero_grad()
-            optimizer.scale_loss(network(data).float().square().mean() * factor).backward()
-        results = [bool(ours.step().success), bool(theirs.step().success)]
-        log.append((*results, ours.get_loss_scale().item(), theirs.get_loss_scale().item()))
-    state = snapshot(ours, module)
-    close = all(
-        torch.allclose(a, b, rtol=5e-3, atol=2e-3)
-        for (_, a), (_, b) in zip(ours.main_params(), theirs.main_params(), strict=True)
-    )
-    return log, state, close
-
-
-@pytest.mark.parametrize("kind", ["adamw_fused", "sgd_momentum_fused"])
-def test_trains_without_ddp(ranks: RankPool, kind: str) -> None:
-    """The same recipe over main grads: skips and scales are DDP's, ranks stay bitwise equal, weights within fp16
-    rounding.
-    """
-    (log, state, close), (other_log, other_state, other_close) = ranks.run(2, _trained, kind)
-    assert log == other_log
-    assert all(ours == theirs and scale == their_scale for ours, theirs, scale, their_scale in log)
-    assert [step for step, row in enumerate(log) if not row[0]] == [3, 8]
-    assert same_bits(state, other_state)
-    assert close
-    assert other_close
 
 
 def _checkpointed(module: Tiny, data: Tensor, reentrant: bool) -> Tensor:

@@ -16,7 +16,6 @@ from tests.distributed.test_distributed_optimizer import (
     scaler,
     sharded,
 )
-from tests.distributed.test_sharded_life import FP16
 from tests.pool import RankPool
 from tests.training import Sign
 
@@ -31,7 +30,9 @@ def _not_elementwise() -> dict[str, str]:
     messages = {}
     for name, make in kinds.items():
         with pytest.raises(ArgumentError) as caught:
-            DistributedOptimizer(make(), config_of(FP16), scaler(FP16), modules=module, shard="elements")
+            DistributedOptimizer(
+                make(), config_of(torch.float16), scaler(torch.float16), modules=module, shard="elements"
+            )
         messages[name] = str(caught.value)
         assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
     return messages
@@ -72,7 +73,11 @@ def test_bad_argument_is_refused(options: dict[str, Any], error: type[Exception]
     """Every argument is checked by name, before a parameter is moved or hooked."""
     module = net()
     before = [param.data_ptr() for param in module.parameters()]
-    defaults: dict[str, Any] = {"config": config_of(FP16), "grad_scaler": scaler(FP16), "modules": module}
+    defaults: dict[str, Any] = {
+        "config": config_of(torch.float16),
+        "grad_scaler": scaler(torch.float16),
+        "modules": module,
+    }
     with pytest.raises(error, match=message):
         DistributedOptimizer(INNER["adamw"](module), **(defaults | options))
     assert [param.data_ptr() for param in module.parameters()] == before

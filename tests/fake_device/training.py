@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megascale import DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import DistributedOptimizer, DynamicGradScaler, Lion, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.grad_sync import GradSync
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.record import Record
 
@@ -32,6 +33,29 @@ def parameters(
 ) -> list[nn.Parameter]:
     """Return parameters of ``numel`` elements each, all ones."""
     return [nn.Parameter(torch.ones(numel, dtype=dtype, device=device)) for _ in range(count)]
+
+
+COUNT, WIDTH = 4, 8
+OVERLAP: dict[str, Any] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+
+
+def layers() -> nn.Sequential:
+    """Return COUNT layers of WIDTH by WIDTH weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
+
+
+def optimizer_of(module: nn.Module, layout: str, **options: Any) -> MixedPrecisionOptimizer:
+    """Return AdamW in a layout: "replicated", "synced", or a DistributedOptimizer's; each layer is a bucket."""
+    # The reference backend is made of operators, which this device can run.
+    config = OptimizerConfig(fp16=True, clip_grad=0.5, backend="reference", **options)
+    inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    if layout == "replicated":
+        return MixedPrecisionOptimizer(inner, config, scaler())
+    if layout == "synced":
+        sync = GradSync(module.named_parameters(), bucket_numel=WIDTH * WIDTH)
+        return MixedPrecisionOptimizer(inner, config, scaler(), grad_sync=sync)
+    return DistributedOptimizer(inner, config, scaler(), modules=module, shard=layout, bucket_numel=WIDTH * WIDTH)
 
 
 def scaler() -> DynamicGradScaler:

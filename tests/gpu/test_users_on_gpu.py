@@ -18,8 +18,7 @@ from megascale.checkpoint import Checkpointer
 from megascale.debug import watch
 from megascale.rollout import rollout_weights
 from megascale.utils.dtensors import to_local
-from tests.fake_device.lives import OVERLAP
-from tests.fake_device.training import CODES
+from tests.fake_device.training import CODES, OVERLAP
 from tests.gpu import device
 from tests.jobs import job
 from tests.training import bits_equal

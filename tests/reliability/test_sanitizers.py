@@ -100,11 +100,9 @@ def _copy(folder: Path) -> Path:
 PYTEST = ("-m", "pytest", "-qs", "--timeout=1400", "-p", "no:cacheprovider")
 PROGRAMS = (
     (*PYTEST, "tests/unit/kernels/test_native.py"),
-    ("-m", "tests.backend_machine", "native", "--examples", "60", "--steps", "15"),
+    (*PYTEST, "tests/unit/test_life.py", "-m", "slow or not slow"),
 )
-"""What uses the library: its own tests, with all that they draw; and the random life of tests.backend_machine, with
-parameters, gradients and state that move and change.
-"""
+"""What uses the library: its own tests, with all that they draw; and lives, with gradients and weights that move."""
 
 
 @pytest.mark.release

@@ -75,32 +75,6 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@pytest.mark.default("synced-both-dtype2")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("held", HELD)
-def test_no_bit_changes(held: str, stored: str, dtype: torch.dtype) -> None:
-    """A life with offload() and reload() between steps has the bits of one without; a state dict may come between."""
-    options = dict(STORED[stored])
-    if dtype == torch.float32:
-        options.pop("store_param_remainders", None)
-    module, optimizer = _build(held, dtype, **options)
-    twin_module, twin = _build(held, dtype, **options)
-    for step in range(5):
-        _step(module, optimizer, step)
-        _step(twin_module, twin, step)
-        optimizer.offload()
-        optimizer.offload()
-        assert _same(optimizer.state_dict(), twin.state_dict())
-        optimizer.reload()
-        optimizer.reload()
-        assert _same(optimizer.state_dict(), twin.state_dict())
-    assert _same(module.state_dict(), twin_module.state_dict())
-
-
 @pytest.mark.default("sgd_dampening", "adamw_foreach", "sgd")
 @pytest.mark.parametrize("inner", ["adam_amsgrad", "lion", "sgd", "sgd_dampening", "adamw_foreach"])
 def test_other_optimizers(inner: str) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, StepResult
-from megascale.errors import UsageError
 from tests.counting import OperatorCounter
 from tests.training import (
     INNER,
@@ -209,28 +208,6 @@ def test_small_updates_accumulate_like_fp64(inner: str, dtype: torch.dtype) -> N
         assert (main.double() - reference.detach()).abs().max() < drift
 
 
-def test_recipe_of_clip_and_norm() -> None:
-    """Norm = sqrt(sum) / scale over all tensors; clip = min(1, max / (norm + 1e-6)), as torch's clip_grad_norm_ has
-    it.
-    """
-    for clip in (0.5, 1e6):
-        module, masters = model(), model(torch.float32)
-        optimizer = constant(module, INNER["sgd"], 2.0**8, clip_grad=clip)
-        theirs = INNER["sgd"](masters)
-        with torch.no_grad():
-            for master, (_, main) in zip(masters.parameters(), optimizer.main_params(), strict=True):
-                master.copy_(main)
-        set_grads(module, seed=1, scale=2.0**8)
-        for master, param in zip(masters.parameters(), module.parameters(), strict=True):
-            master.grad = grad_of(param).float() / 2.0**8
-        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), clip)
-        result = optimizer.step()
-        theirs.step()
-        torch.testing.assert_close(result.grad_norm, norm)
-        for (_, main), master in zip(optimizer.main_params(), masters.parameters(), strict=True):
-            torch.testing.assert_close(main, master.detach(), rtol=1e-6, atol=1e-8)
-
-
 def test_result_is_a_named_tuple_of_device_scalars() -> None:
     """StepResult unpacks as Megatron's three values, each a 0-d tensor; zeros are counted when asked, else NaN."""
     module = model()
@@ -316,20 +293,6 @@ def test_skips_and_scales_equal_torch_amp() -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def test_growth_step_unscales_with_the_scale_that_scaled() -> None:
-    """DeepSpeed updates the scale before unscaling: each growth step applies half a gradient."""
-    module, twin = model(), model()
-    growing, still = wrap(module, INNER["sgd"], scale=2.0**4), constant(twin, INNER["sgd"], 2.0**4)
-    for step in range(4):  # the window is 4: the fourth step grows
-        for one in (module, twin):
-            set_grads(one, seed=step)
-        growing.step()
-        still.step()
-    assert growing.get_loss_scale().item() == 2.0**5
-    for (_, a), (_, b) in zip(growing.main_params(), still.main_params(), strict=True):
-        assert bits_equal(a, b)
-
-
 def test_scale_loss_does_not_overflow_fp16() -> None:
     """Loss * scale in fp16 would be inf; gradients still reach the fp16 parameters."""
     module = model()
@@ -345,65 +308,11 @@ def test_scale_loss_does_not_overflow_fp16() -> None:
     assert batch.unique().tolist() == [2.0**17]
 
 
-def test_gradients_accumulate() -> None:
-    """Two backward passes before a step give the update of their sum."""
-    module, twin = model(), model()
-    ours, theirs = constant(module, INNER["sgd"], 4.0), constant(twin, INNER["sgd"], 4.0)
-    first, second = torch.randn(2, 4).half(), torch.randn(2, 4).half()
-    for data in (first, second):
-        ours.scale_loss(module(data).float().sum()).backward()
-    theirs.scale_loss(twin(first).float().sum() + twin(second).float().sum()).backward()
-    ours.step()
-    theirs.step()
-    for (_, a), (_, b) in zip(ours.main_params(), theirs.main_params(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    ours.zero_grad()
-    assert all(p.grad is None for p in module.parameters())
-    set_grads(module, 0)
-    ours.zero_grad(set_to_none=False)
-    assert all(not grad_of(p).any() for p in module.parameters())
-
-
 def test_it_is_a_torch_optimizer() -> None:
     """Its class and its text are an optimizer's."""
     optimizer = constant(model(), INNER["sgd"], 1.0)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert "lr: 0.01" in repr(optimizer)
-
-
-def test_halves_of_a_step() -> None:
-    """prepare_grads decides and rescales; step_with_ready_grads updates. Megatron's callers leave out the second if
-    skipped.
-    """
-    module, twin = model(), model()
-    halves, whole = wrap(module), wrap(twin)
-    for step in range(8):
-        for one in (module, twin):
-            set_grads(one, step)
-            if step in (1, 5):
-                grad_of(one.first.weight)[0, 0] = math.inf
-        found_inf = halves.prepare_grads()
-        assert found_inf.shape == ()
-        if not found_inf:
-            halves.step_with_ready_grads()
-        whole.step()
-        assert bits_equal(halves.get_loss_scale(), whole.get_loss_scale())
-    assert same_bits(snapshot(halves, module), snapshot(whole, twin))
-    with pytest.raises(UsageError, match=r"step_with_ready_grads\(\) needs prepare_grads\(\) first"):
-        whole.step_with_ready_grads()
-
-
-def test_step_count_is_right_after_a_first_skip() -> None:
-    """Apex's and TE's capturable Adam is off by one for later groups if the first step overflows."""
-    module = model()
-    inner = torch.optim.AdamW([{"params": [p]} for p in module.parameters()])
-    optimizer = constant(module, lambda _: inner, 1.0)
-    for step in range(3):
-        set_grads(module, step)
-        if step == 0:
-            grad_of(module.first.weight)[0, 0] = math.inf
-        optimizer.step()
-    assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
 
 
 def test_state_of_an_optimizer_that_has_stepped_is_kept() -> None:

@@ -3,7 +3,6 @@
 import copy
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -23,44 +22,8 @@ from tests.training import (
     constant,
     grad_of,
     model,
-    same_bits,
     set_grads,
-    snapshot,
 )
-
-
-def test_param_groups_are_shared_and_obeyed() -> None:
-    """Each group has its own lr and weight decay; writes to param_groups and LR schedulers take effect."""
-    module = model()
-    inner = torch.optim.SGD(
-        [
-            {"params": [module.first.weight], "lr": 0.0},
-            {"params": [module.second.weight], "lr": 1.0, "weight_decay": 0.5},
-        ],
-        lr=0.1,
-    )
-    optimizer = constant(module, lambda _: inner, 1.0)
-    assert optimizer.param_groups is inner.param_groups
-    assert optimizer.optimizer.state is inner.state
-    start = [module.first.weight.detach().clone(), module.second.weight.detach().float()]
-    module.first.weight.grad, module.second.weight.grad = torch.ones(6, 4).half(), torch.zeros(4, 6).half()
-    optimizer.step()
-    assert bits_equal(module.first.weight, start[0])
-    torch.testing.assert_close(dict(optimizer.main_params())["1"], start[1] * 0.5)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-        scheduler.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.5]
-    optimizer.param_groups[0]["lr"] = 1.0
-    before = module.first.weight.detach().clone()
-    optimizer.step()
-    torch.testing.assert_close(module.first.weight.detach(), before - 1)
-    groups, state = [dict(group) for group in inner.param_groups], defaultdict(dict, inner.state)
-    optimizer.param_groups, optimizer.state = groups, state
-    assert inner.param_groups is groups
-    assert inner.state is state
 
 
 def test_scheduler_on_the_inner_optimizer_does_not_warn() -> None:
@@ -75,27 +38,6 @@ def test_scheduler_on_the_inner_optimizer_does_not_warn() -> None:
         optimizer.step()
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
-
-
-def test_added_group_is_trained() -> None:
-    """add_param_group takes model params, makes their main params and state, and steps them. Other state is kept."""
-    module, extra = model(), nn.Linear(3, 3).half()
-    optimizer = constant(module, INNER["adamw_fused"], 1.0)
-    set_grads(module, 0)
-    optimizer.step()
-    optimizer.add_param_group({"params": list(extra.named_parameters(prefix="extra")), "lr": 0.5})
-    names = [name for name, _ in optimizer.main_params()]
-    assert names[-2:] == ["extra.weight", "extra.bias"]
-    before = extra.weight.detach().clone()
-    set_grads(extra, 0)
-    optimizer.step()
-    assert not bits_equal(before, extra.weight)
-    assert list(optimizer.optimizer.state[extra.weight]) == ["step", "exp_avg", "exp_avg_sq"]
-    assert [optimizer.state[param]["step"].item() for param in (module.first.weight, extra.weight)] == [2, 1]
-    assert len(optimizer.param_groups) == 2
-    optimizer.add_param_group({"params": [("frozen", nn.Parameter(torch.ones(2).half(), requires_grad=False))]})
-    assert len(optimizer.param_groups) == 3
-    assert "frozen" not in dict(optimizer.main_params())
 
 
 def test_frozen_then_unfrozen() -> None:
@@ -120,27 +62,6 @@ def test_frozen_then_unfrozen() -> None:
     kept = dict(optimizer.main_params())["first.weight"].clone()
     optimizer.step()
     assert bits_equal(kept, dict(optimizer.main_params())["first.weight"])
-
-
-def test_parameters_without_gradients_stand_still() -> None:
-    """No gradient: no weight decay, no step count, as in torch. No gradients at all, once there were some: a landed
-    step of norm 0.
-    """
-    module = model()
-    optimizer = constant(module, INNER["adamw_fused"], 1.0, log_num_zeros_in_grad=True)
-    before = snapshot(optimizer, module)
-    module.first.bias.grad = torch.ones_like(module.first.bias)
-    optimizer.step()
-    after = snapshot(optimizer, module)
-    changed = {key for key, value in after.items() if not bits_equal(value, before[key])}
-    assert changed
-    assert all("first.bias" in key for key in changed)
-    optimizer.zero_grad()
-    result = optimizer.step()
-    assert bool(result.success)
-    assert result.grad_norm.item() == 0
-    assert result.num_zeros_in_grad.item() == 0
-    assert same_bits(after, snapshot(optimizer, module))
 
 
 def _of_inference(values: Tensor) -> Tensor:
@@ -226,23 +147,6 @@ def test_mixed_dtypes_in_one_optimizer() -> None:
         check_invariant_6(optimizer, module)
 
 
-def test_loaded_weights_are_followed() -> None:
-    """Invariant 6: weights loaded into the model reach the main params; the next step does not revert them (Megatron-LM
-    174).
-    """
-    module, other = model(seed=0), model(seed=1)
-    optimizer = constant(module, INNER["sgd"], 1.0)
-    set_grads(module, 0)
-    optimizer.step()
-    module.load_state_dict(other.state_dict())
-    for param in module.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    for p, q in zip(module.parameters(), other.parameters(), strict=True):
-        assert bits_equal(p, q)
-    check_invariant_6(optimizer, module)
-
-
 def test_following_keeps_the_bits_that_still_fit() -> None:
     """An outside write to some elements, or a swap there and back, loses no fp32 bit of the others."""
     module = model()
@@ -286,14 +190,6 @@ def test_untouched_weights_cost_no_pass() -> None:
             next(optimizer.main_params())
         counts.append(counter.counts[compared] > 0)
     assert counts == [True, False, False]
-
-
-def test_new_storage_is_followed() -> None:
-    """``param.data = tensor`` swaps storage without a version: it is noticed all the same."""
-    module = model()
-    optimizer = constant(module, INNER["sgd"], 1.0)
-    module.first.weight.data = torch.full((6, 4), 3.0).half()
-    assert dict(optimizer.main_params())["first.weight"].unique().tolist() == [3.0]
 
 
 def test_model_cast_after_wrapping_is_refused() -> None:

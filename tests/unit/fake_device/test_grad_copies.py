@@ -17,23 +17,20 @@ from megascale.grad_sync import GradSync
 from megascale.main_params.grad_copies import GradCopies
 from megascale.step.host_update import HostUpdate
 from tests.fake_device.device import FakeDevice
-from tests.fake_device.lives import OVERLAP, Life, Trained, grads_of, optimizer_of
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
+from tests.fake_device.training import COUNT, OVERLAP, WIDTH, layers, optimizer_of
 from tests.training import bits_equal
 
-COUNT, WIDTH = 4, 8
 RUNS = [("at once", 0), ("late", 0), ("side first", 0), *(("random", seed) for seed in range(8))]
+Trained = tuple[nn.Sequential, MixedPrecisionOptimizer, Tensor]
+"""A model, its optimizer, a batch."""
 
 
-def _trained(
-    held: str = "replicated", *, offload: bool = True
-) -> tuple[nn.Sequential, MixedPrecisionOptimizer, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
-    life = Life(held, OVERLAP)
+def _trained(held: str = "replicated", *, offload: bool = True) -> Trained:
+    model = layers()
     batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
-    return model, optimizer_of(model, life, life.way if offload else {}), batch
+    return model, optimizer_of(model, held, **(OVERLAP if offload else {})), batch
 
 
 def _copies(seen: Record) -> int:
@@ -110,8 +107,13 @@ def test_micro_batches_of_main_grads(on_device: OnDevice) -> None:
 
 
 def _write_uncounted(trained: Trained) -> None:
-    for grad in grads_of(trained):
-        grad.data.mul_(2)
+    module, optimizer, _ = trained
+    if isinstance(sync := optimizer._member.grad_sync, GradSync):
+        sync.finish()
+    for param in module.parameters():
+        grad = sync.local_grad(param) if isinstance(sync, GradSync) else param.grad
+        if grad is not None:
+            grad.data.mul_(2)
 
 
 def _with_a_write(held: str, offload: bool) -> tuple[bool, list[Tensor]]:

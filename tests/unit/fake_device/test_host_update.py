@@ -5,17 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.utils.dtensors import to_local
-from megascale.utils.nests import tensors_in
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
-from tests.fake_device.training import CODES, scaler
-from tests.training import bits_equal
+from tests.fake_device.training import scaler
 
 COUNT, WIDTH = 4, 8
 
@@ -98,66 +94,3 @@ def _bytes_held(device: FakeDevice, overlap: bool, sharded: bool) -> float:
 def test_what_the_device_holds(on_device: OnDevice, overlap: bool, sharded: bool, most: float) -> None:
     """Bytes per parameter: weight and gradient, 4; with main grads 6, and the gradient that one layer has just made."""
     assert most - 0.3 < on_device(_bytes_held, overlap, sharded) <= most
-
-
-def life_of(held: str, options: dict[str, Any]) -> tuple[list[Tensor], set[str]]:
-    """Return weights and state after some steps with a load among them, and where main params and state live."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT))).half().cuda()
-    if held == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in model:
-            fully_shard(layer, mesh=init_device_mesh("cuda", (1,)))
-        fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
-    given = {"backend": "reference", **options}  # which the simulated device can run
-    config = OptimizerConfig(fp16=True, clip_grad=1.0, **given)
-    own = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
-    if held in ("elements", "parameters"):
-        optimizer: MixedPrecisionOptimizer = DistributedOptimizer(
-            own, config, scaler(), modules=model, shard=held, bucket_numel=WIDTH * WIDTH
-        )
-    else:
-        optimizer = MixedPrecisionOptimizer(own, config, scaler())
-    batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).half().cuda()
-    for step in range(4):
-        optimizer.zero_grad()
-        optimizer.scale_loss(model(batch).float().square().mean()).backward()
-        optimizer.step()
-        if step == 1:
-            optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.finish_param_gather()
-    mains = [to_local(main) for _, main in optimizer.main_params()]
-    states = [to_local(value) for entry in optimizer.optimizer.state.values() for value in tensors_in(entry)]
-    values = [value.detach().cpu() for value in (*mains, *states, *map(to_local, model.parameters()))]
-    return values, {value.device.type for value in (*mains, *states)}
-
-
-def _lives(_: FakeDevice, held: str, stored: dict[str, Any], way: dict[str, Any]) -> tuple[bool, set[str]]:
-    if held == "fsdp2":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    (values, places), (others, _there) = life_of(held, stored | way), life_of(held, stored)
-    assert len(values) == len(others)
-    return all(map(bits_equal, values, others)), places
-
-
-WHOLE = ("replicated", "fsdp2")
-REMAINDERS: dict[str, Any] = {"store_param_remainders": True}
-CASES: list[tuple[str, dict[str, Any], bool]] = [
-    *[(held, {}, overlap) for held in (*WHOLE, "elements", "parameters") for overlap in (False, True)],
-    *[(held, CODES, True) for held in WHOLE],
-    *[(held, REMAINDERS, True) for held in (*WHOLE, "elements", "parameters")],
-]
-
-
-@pytest.mark.default("parameters-stored7-True", "replicated-stored10-True")
-@pytest.mark.parametrize(("held", "stored", "overlap"), CASES)
-def test_loaded_state_goes_where_state_lives(
-    on_device: OnDevice, held: str, stored: dict[str, Any], overlap: bool
-) -> None:
-    """Main params and state are in host memory, DTensors' too, after a load as well; bits are those without offload."""
-    way = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": overlap}
-    assert on_device(_lives, held, stored, way) == (True, {"cpu"})

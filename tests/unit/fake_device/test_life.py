@@ -32,6 +32,6 @@ def test_life(on_device: OnDevice, number: int, tmp_path: Path) -> None:
     "number", [pytest.param(number, marks=() if number in (1, 5) else pytest.mark.slow) for number in range(30)]
 )
 def test_life_of_two_ranks(on_device: OnDevice, number: int, tmp_path: Path) -> None:
-    """Invariants 1 to 3 where collectives end on streams, too."""
+    """Invariants 1, 2 and 3 where collectives end on streams, too."""
     actions, *others = on_device.ranks(2, _live, number, tmp_path)
     assert all(other == actions for other in others)

@@ -1,7 +1,7 @@
 """Steps of many ranks, as one rank of two sees them, on a device that is not there: collectives move nothing here.
 
 What gloo does between real ranks is tested in tests/distributed; what ranks wait for on streams that run late, in
-test_late_ranks.py. NCCL itself shows on a GPU only.
+test_life.py. NCCL itself shows on a GPU only.
 """
 
 import threading

@@ -78,32 +78,6 @@ def test_weights_only_load_reads_it() -> None:
     assert same_bits(before, snapshot(optimizer, module))
 
 
-@pytest.mark.default("sgd_dampening", "adafactor", "adamw_foreach", "sign")
-@pytest.mark.parametrize("inner", [*INNER, "sign", "adafactor"])
-def test_resume_is_bitwise(inner: str) -> None:
-    """Steps, save, load into a freshly built optimizer, steps: the same bits as without the interruption."""
-    builders: dict[str, Inner] = INNER | {
-        "sign": lambda m: Sign(m.named_parameters()),
-        "adafactor": lambda m: torch.optim.Adafactor(m.named_parameters()),
-    }
-    build = builders[inner]
-    module, optimizer = _trained(build)
-    saved, weights = optimizer.state_dict(), copy.deepcopy(module.state_dict())
-    fresh = model(seed=9)
-    resumed = wrap(fresh, build)
-    fresh.load_state_dict(weights)
-    resumed.load_state_dict(saved)
-    assert same_bits(snapshot(optimizer, module), snapshot(resumed, fresh))
-    for step in range(6):
-        for one in (module, fresh):
-            set_grads(one, seed=50 + step)
-        optimizer.step()
-        resumed.step()
-    assert same_bits(snapshot(optimizer, module), snapshot(resumed, fresh))
-    ours, theirs = optimizer.state_dict()["grad_scaler"], resumed.state_dict()["grad_scaler"]
-    assert ours == theirs
-
-
 def test_model_params_follow_the_loaded_main_params() -> None:
     """Megatron's load does not refresh model params from masters: ours does, without loading the model."""
     module, optimizer = _trained()

@@ -84,23 +84,6 @@ def test_clip_by_value_hides_no_overflow(bad: float) -> None:
     assert same_bits(before, snapshot(optimizer, bag))
 
 
-def test_clip_norm_may_change_between_steps() -> None:
-    """`clip_grad` starts as the config's and counts from the next step on; ChainedOptimizer sets it for all."""
-    bag = _bag(torch.float32)
-    optimizer = _sgd(bag, 1.0, torch.float32)
-    chain = ChainedOptimizer([optimizer])
-    norms = []
-    for clip in (None, 0.5, 0.0):
-        if clip is not None:
-            chain.clip_grad = clip
-        before = _updates(optimizer)
-        _set(bag)
-        norm = chain.step().grad_norm
-        norms.append((_updates(optimizer) - before).norm().item())
-    assert norms == pytest.approx([1.0, 0.5, norm.item()], rel=1e-5)
-    assert chain.clip_grad == optimizer.clip_grad == 0.0
-
-
 def test_misuse_is_refused() -> None:
     """Errors name the argument or the order of calls."""
     optimizer: Any = _sgd(_bag(torch.float16), 1.0, torch.float16)

@@ -68,43 +68,6 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-STORED = {"fp32": {}, "codes": CODES, "bf16": {"exp_avg_dtype": torch.bfloat16}, "remainders": HELD | CODES}
-
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-HOLDERS = ("replicated", "synced", "elements", "parameters")
-
-
-@pytest.mark.default("elements-dtype1-remainders")
-@pytest.mark.parametrize("name", STORED)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("held", HOLDERS)
-def test_no_bit_differs(held: str, dtype: torch.dtype, name: str) -> None:
-    """Each way of holding parameters has the bits of the same way without offload, overflows and clipped steps too."""
-    stored = STORED[name]
-    for way in (WAIT, OVERLAP):
-        module, optimizer = _build(stored | way, held, dtype=dtype)
-        other_module, other = _build(stored, held, dtype=dtype)
-        for step in range(5):
-            factor = float("inf") if step == 2 else 1.0
-            assert _same(_step(module, optimizer, step, factor), _step(other_module, other, step, factor))
-        assert _same(optimizer.state_dict(), other.state_dict())
-        assert _same(module.state_dict(), other_module.state_dict())
-
-
-@pytest.mark.default("sgd_nesterov", "adam_maximize", "lion")
-@pytest.mark.parametrize("inner", ["adam_amsgrad", "adam_maximize", "lion", "sgd", "sgd_nesterov", "sgd_dampening"])
-def test_other_optimizers(inner: str) -> None:
-    """The same for the other rules."""
-    module, optimizer = _build(OVERLAP, inner=inner)
-    other_module, other = _build({}, inner=inner)
-    for step in range(4):
-        _step(module, optimizer, step)
-        _step(other_module, other, step)
-    assert _same(optimizer.state_dict(), other.state_dict())
-    assert _same(module.state_dict(), other_module.state_dict())
-
-
 @pytest.mark.default("False-way1")
 @pytest.mark.parametrize("way", [WAIT, OVERLAP, OVERLAP | HELD])
 @pytest.mark.parametrize("sharded", [False, True])

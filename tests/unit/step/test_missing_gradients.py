@@ -1,21 +1,19 @@
 """Parameters without a gradient: they are left alone, and a step does not make its tables anew for the others."""
 
 import gc
-import random
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megascale import MixedPrecisionOptimizer
 from megascale.errors import MegascaleError
 from megascale.kernels import Operands
 from megascale.main_params.update_unit import MOST_PARTS, UpdateUnit
 from tests.cells import CELLS, Cell, integers
-from tests.fsdp2_cases import whole
 from tests.pool import RankPool
 
 WITHOUT_MAIN_GRADS = [cell for cell in CELLS if cell.layout != "zero1"]
@@ -24,68 +22,6 @@ WITHOUT_MAIN_GRADS = [cell for cell in CELLS if cell.layout != "zero1"]
 SHAPES = [(64,)] * 160
 FEW = 40
 """Of these, in what a step with many is compared with."""
-
-
-def _left_out(step: int, count: int) -> set[int]:
-    """Return which of some parameters have no gradient in a step: some in most, all but one in one of them."""
-    if step == 5:
-        return set(range(1, count))
-    return {index for index in range(count) if random.Random(97 * step + index).random() < 0.4}
-
-
-@pytest.mark.default("float32-fsdp2-fp32")
-@pytest.mark.parametrize("cell", WITHOUT_MAIN_GRADS, ids=str)
-def test_each_parameter_trains_as_if_it_were_alone(cell: Cell, ranks: RankPool) -> None:
-    """Bits of a parameter and of its state are those of an optimizer that has it alone and steps where it has a
-    gradient, whichever others have none. In ZeRO-1 cells no gradient is missing.
-    """
-    for together, alone in ranks.run(cell.world_size, _together_and_alone, cell):
-        assert together.keys() == alone.keys()
-        assert [key for key in together if not torch.equal(together[key], alone[key])] == []
-
-
-def _together_and_alone(cell: Cell) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    shapes = cell.shapes
-    model = cell.model()
-    optimizer = cell.optimizer(model)
-    models = [_alone(cell, model, index) for index in range(len(shapes))]
-    optimizers = [cell.optimizer(one) for one in models]
-    for step in range(14):
-        out = _left_out(step, len(shapes))
-        grads = [None if index in out else grad for index, grad in enumerate(integers(shapes, step))]
-        optimizer.zero_grad()
-        if len(out) < len(shapes):
-            cell.backward(optimizer, model, grads)
-            optimizer.step()
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                optimizers[index].zero_grad()
-                cell.backward(optimizers[index], models[index], [grad])
-                optimizers[index].step()
-    return _bits(optimizer), {
-        key.replace(".0.", f".{index}."): value
-        for index, one in enumerate(optimizers)
-        for key, value in _bits(one).items()
-    }
-
-
-def _alone(cell: Cell, model: nn.Module, index: int) -> nn.Module:
-    """Return a model that has one of the parameters."""
-    made = cell.model([cell.shapes[index]])
-    [weight], theirs = list(made.parameters()), list(model.parameters())[index]
-    with torch.no_grad():
-        weight.copy_(theirs)
-    return made
-
-
-def _bits(optimizer: MixedPrecisionOptimizer) -> dict[str, Tensor]:
-    """Return main params and state by ``kind.index.name``, whole."""
-    found = {}
-    for index, (_, main) in enumerate(optimizer.main_params()):
-        found[f"main.{index}."] = whole(main)
-    for index, state in enumerate(optimizer.optimizer.state.values()):
-        found |= {f"state.{index}.{key}": whole(value) for key, value in state.items() if isinstance(value, Tensor)}
-    return found
 
 
 @pytest.mark.slow
@@ -182,49 +118,6 @@ def _kept(cell: Cell) -> tuple[int, int, int]:
     cell.backward(optimizer, more, integers([(64,)], 1))
     optimizer.step()
     return units, operands, len(alive(UpdateUnit) - before[0])
-
-
-@pytest.mark.default("float32-replicated-compact")
-@pytest.mark.parametrize("cell", WITHOUT_MAIN_GRADS, ids=str)
-def test_parameters_change_while_gradients_are_missing(cell: Cell, ranks: RankPool) -> None:
-    """Values written, a weight moved, a parameter frozen and unfrozen, a group added, state cleared: the bits of a run
-    that makes its units, and so its tables, anew in each step.
-    """
-    for kept, anew in ranks.run(cell.world_size, _changed, cell):
-        assert kept.keys() == anew.keys()
-        assert [key for key in kept if not torch.equal(kept[key], anew[key])] == []
-
-
-def _changed(cell: Cell) -> list[dict[str, Tensor]]:
-    found = []
-    for makes_anew in (False, True):
-        model, more = cell.model(SHAPES[:6]), cell.model(SHAPES[:1])
-        optimizer = cell.optimizer(model)
-        weights = list(model.parameters())
-        for step in range(20):
-            if step == 4:
-                with torch.no_grad():
-                    weights[0].mul_(0.5)
-            elif step == 6 and cell.layout != "fsdp2":  # which moves its parameters itself
-                weights[1].data = weights[1].data.clone()
-            elif step in (8, 11):
-                weights[2].requires_grad_(step == 11)
-            elif step == 13:
-                optimizer.add_param_group({"params": list(more.parameters()), "param_names": ["more"]})
-            elif step == 16:
-                optimizer.optimizer.state[weights[3]].clear()
-            if makes_anew:
-                optimizer._member.main_params._units = None
-            out = _left_out(step % 5, 6) | ({2} if 8 <= step < 11 else set())
-            optimizer.zero_grad()
-            cell.backward(
-                optimizer, model, [None if at in out else g for at, g in enumerate(integers(SHAPES[:6], step))]
-            )
-            if step >= 13:
-                cell.backward(optimizer, more, integers(SHAPES[:1], step))
-            assert optimizer.step().success
-        found.append(_bits(optimizer))
-    return found
 
 
 @pytest.mark.parametrize("cell", WITHOUT_MAIN_GRADS, ids=str)

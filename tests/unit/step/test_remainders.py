@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.averages import AveragedMainParams
 from megascale.errors import MainParamOverflowError
 from megascale.step.decoded import scratch_numel
@@ -15,13 +15,11 @@ from megascale.utils.dtensors import to_local
 from tests.cells import CELLS, Cell, integers
 from tests.fsdp2_cases import whole
 from tests.pool import RankPool
-from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot, trained
+from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot
 
-DTYPES = [torch.float16, torch.bfloat16]
 HELD: dict[str, Any] = {"store_param_remainders": True}
 TRITON = ["triton"] if find_spec("triton") and not torch.accelerator.is_available() else []
 """In its interpreter."""
-CODES: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
 RULES: dict[str, Inner] = {
     **{name: INNER[name] for name in ("adamw_fused", "adam_amsgrad", "lion", "sgd", "sgd_dampening", "sgd_nesterov")},
     "own step": lambda m: torch.optim.RMSprop(m.named_parameters(), lr=1e-2),
@@ -37,51 +35,6 @@ def odd(dtype: torch.dtype, seed: int = 0) -> Bag:
     tensors = [torch.randn(shape) for shape in [(3, 5), (33, 64), (), (0,), (1,), (64,)]]
     tensors += [torch.randn(8, 40).t(), torch.randn(6, 12)[:, ::2], torch.randn(64) * torch.logspace(-9, 1, 64)]
     return Bag([tensor.to(dtype) for tensor in tensors])
-
-
-@pytest.mark.default("sgd_nesterov-dtype1")
-@pytest.mark.native
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", RULES)
-def test_training_is_that_of_fp32_main_params(rule: str, dtype: torch.dtype) -> None:
-    """Main params are those but for bf16's ties, and fp16's below 2**-16; all but torch have the reference's bits."""
-    expected = trained(odd(dtype), RULES[rule], 5, backend="reference")
-    found = [
-        trained(odd(dtype), RULES[rule], 5, backend=name, **HELD) for name in ("reference", "native", "torch", *TRITON)
-    ]
-    assert all(same_bits(found[0], other) for other in (found[1], *found[3:]))
-    for name, value in found[0].items():  # torch's own kernels round otherwise
-        torch.testing.assert_close(found[2][name], value, rtol=1e-2 if name.startswith("model") else 1e-5, atol=1e-5)
-    for name, value in expected.items():
-        mine = found[0][name]
-        if not name.startswith("main."):
-            torch.testing.assert_close(mine, value, rtol=1e-6, atol=1e-9)
-        elif dtype == torch.float16:
-            assert bool((mine == value)[value.abs() >= 2.0**-16].all())
-            assert float((mine - value).abs().max() if value.numel() else 0) < 2.0**-36
-        else:
-            apart = (mine - value).abs()  # one ulp at a tie, of which there is one in a hundred numbers
-            assert int((apart > 0).sum()) <= 0.03 * max(value.numel(), 100)
-            assert value.numel() == 0 or float(apart.max()) <= 2.0**-21 * float(value.abs().max())
-
-
-@pytest.mark.slow
-@pytest.mark.native
-def test_moments_of_8_bits_beside_remainders() -> None:
-    """Both together: the same bits on all backends, and 6.25 bytes a parameter."""
-    for dtype in (torch.float16, torch.bfloat16):
-        first, *others = (trained(odd(dtype), RULES["adamw_fused"], 5, backend=name, **HELD, **CODES)
-                          for name in ("reference", "native", "torch", *TRITON))  # fmt: skip
-        assert all(same_bits(first, other) for other in others)
-    module = Bag([torch.randn(64, 128).half()])
-    optimizer = constant(module, RULES["adamw_fused"], 1.0, **HELD, **CODES)
-    set_grads(module, seed=0)
-    optimizer.step()
-    [param] = optimizer.live_state().main_params
-    [entry] = optimizer.optimizer.state.values()
-    held = [param.model, param.memory, *(value for key, value in entry.items() if key != "step")]
-    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 6.25 * 64 * 128
-    assert param.main.untyped_storage().nbytes() == 0
 
 
 def test_little_is_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,28 +85,6 @@ def test_overflow_keeps_the_element() -> None:
     assert main[:2].tolist() == [65440.0, -65440.0]
     assert module[0].isfinite().all()
     assert main[2] < 1
-
-
-def test_writes_from_outside_are_taken_over() -> None:
-    """A parameter that others wrote takes the model's values, as after reload_model_params; other parameters stay."""
-    module = odd(torch.bfloat16)
-    optimizer = constant(module, INNER["adamw_fused"], 1.0, **HELD)
-    for step in range(3):
-        set_grads(module, seed=step)
-        optimizer.step()
-    before = {name: main.clone() for name, main in optimizer.main_params()}
-    with torch.no_grad():
-        module[0][0, 0] = 3.0
-    for param in module.params:
-        param.grad = None
-    optimizer.step()
-    after = dict(optimizer.main_params())
-    assert bits_equal(after["params.0"], module[0].detach().float())
-    assert not bits_equal(before["params.0"], after["params.0"])
-    assert all(bits_equal(before[name], main) for name, main in after.items() if name != "params.0")
-    optimizer.reload_model_params()
-    mains = [main for _, main in optimizer.main_params()]
-    assert all(bits_equal(main, param.detach().float()) for main, param in zip(mains, module.params, strict=True))
 
 
 @pytest.mark.default("triton", "reference")
@@ -272,39 +203,6 @@ def test_averages_follow() -> None:
         found.append([average.clone() for _, average in averages.averages()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2.0**-38)
-
-
-def test_parameters_that_come_later_are_held_too() -> None:
-    """Unfrozen, added with a group, and replaced by another tensor; an fp32 parameter is its own main param."""
-    module = Bag([torch.ones(4).half(), torch.ones(4).half(), torch.ones(4)])
-    module[1].requires_grad_(False)
-    optimizer = constant(module, INNER["adamw_fused"], 1.0, **HELD)
-    extra = nn.Parameter(torch.ones(3).half())
-    module[1].requires_grad_(True)
-    optimizer.add_param_group({"params": [extra], "param_names": ["extra"]})
-    module[0].data = module[0].data.clone()
-    for _ in range(2):
-        set_grads(module, seed=0)
-        extra.grad = torch.ones_like(extra)
-        assert bool(optimizer.step().success)
-    held = {param.name: param.remainder is not None for param in optimizer.live_state().main_params}
-    assert held == {"params.0": True, "params.1": True, "params.2": False, "extra": True}
-    assert all(bool((main < 1).any()) for name, main in optimizer.main_params() if name == "extra")
-
-
-def test_muon_runs_on_remainders() -> None:
-    """Newton-Schulz reads and writes decoded matrices; the chain's AdamW holds remainders as well."""
-    found = []
-    every: list[dict[str, Any]] = [HELD, {}, *({**HELD, "backend": name} for name in TRITON)]
-    for options in every:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).bfloat16()
-        optimizer = build_optimizer(OptimizerConfig(bf16=True, optimizer="muon", lr=0.02, **options), module)
-        for step in range(3):
-            set_grads(module, seed=step)
-            optimizer.step()
-        found.append([param.detach().clone() for param in module.parameters()])
-    assert all(bits_equal(one, other) for one, *others in zip(*found, strict=True) for other in others)
 
 
 def test_on_the_meta_device() -> None:

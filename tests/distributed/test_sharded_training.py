@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
-from megascale.errors import ArgumentError, StateDictError, UsageError
+from megascale.errors import ArgumentError, UsageError
 from tests.distributed.test_distributed_optimizer import (
     INNER,
     batch,
@@ -23,7 +23,7 @@ from tests.distributed.test_distributed_optimizer import (
     weights,
 )
 from tests.pool import RankPool
-from tests.training import Sign, bits_equal
+from tests.training import Sign
 
 FP16 = torch.float16
 
@@ -97,36 +97,6 @@ def test_parameters_that_differ_are_named_or_broadcast(ranks: RankPool) -> None:
         assert same(model, results[0][2])
 
 
-def _loaded_weights(overlap: bool) -> list[bool]:
-    module = net()
-    optimizer = sharded(module, overlap_param_gather=overlap)
-    _step(optimizer, module, 0)
-    mains = flat(optimizer.state_dict())
-    module.load_state_dict(module.state_dict())
-    kept = same(mains, flat(optimizer.state_dict()))
-    module.load_state_dict(net(seed=9).state_dict())
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    _step(optimizer, module, 1)
-    optimizer.finish_param_gather()
-    survived = same(weights(module), weights(net(seed=9)))
-    module.first.weight.data = torch.full((37, 4), 0.5, dtype=FP16)  # storage of its own
-    _step(optimizer, module, 2)
-    optimizer.finish_param_gather()
-    moved = bool((module.first.weight == 0.5).all())
-    module.head.weight.data.zero_()
-    optimizer.reload_model_params()
-    main = optimizer.state_dict()["main_params"]["head.weight"]
-    return [kept, survived, moved, not main.any()]
-
-
-@pytest.mark.default("True")
-@pytest.mark.parametrize("overlap", [False, True])
-def test_weights_that_others_write_are_followed(ranks: RankPool, overlap: bool) -> None:
-    """Invariant 6: loading weights refreshes every rank's pieces; new storage moves back into the bucket."""
-    assert ranks.run(3, _loaded_weights, overlap) == [[True] * 4] * 3
-
-
 class _Attention(nn.Module):
     """MultiheadAttention reads out_proj.weight without calling out_proj; a tied weight is read by two modules."""
 
@@ -194,77 +164,6 @@ def _checkpointed() -> list[bool]:
 def test_activation_checkpointing(ranks: RankPool) -> None:
     """Both kinds of activation checkpointing, the reentrant one without overlap."""
     assert ranks.run(2, _checkpointed) == [[True, True]] * 2
-
-
-def _frozen() -> list[Any]:
-    module = net()
-    module.second.weight.requires_grad_(False)
-    optimizer = sharded(module)
-    first = weights(module)["second.weight"]
-    _step(optimizer, module, 0)
-    unchanged = bits_equal(first, module.second.weight)
-    packed = optimizer.state_dict()
-    no_state = packed["optimizer"]["state"]["second.weight"] == {} and "second.weight" not in packed["main_params"]
-    module.second.weight.requires_grad_(True)
-    module.third.weight.requires_grad_(False)
-    third = weights(module)["third.weight"]
-    _step(optimizer, module, 1)
-    moments = optimizer.state_dict()["optimizer"]["state"]["second.weight"]
-    trained = bool(moments["exp_avg"].any()) and not bits_equal(first, module.second.weight)
-    _step(optimizer, module, 2)
-    frozen = bits_equal(third, module.third.weight)
-    extra = nn.Linear(11, 1).half()
-    with torch.no_grad():
-        extra.weight.fill_(0.25)
-        extra.bias.zero_()
-    optimizer.add_param_group({"params": list(extra.named_parameters()), "lr": 0.1})
-    optimizer.zero_grad()
-    loss = extra(torch.ones(1, 11, dtype=FP16) * (1 + dist.get_rank())).float().sum()
-    optimizer.scale_loss(loss).backward()
-    optimizer.step()
-    added = bool((extra.weight < 0.25).all())
-    state = flat(optimizer.state_dict())
-    twin = net(seed=3)
-    other = sharded(twin)
-    with pytest.raises(StateDictError, match=r"optimizer state: missing \[\], unexpected \['bias', 'weight'\]"):
-        other.load_state_dict(optimizer.state_dict())
-    other.load_state_dict(optimizer.state_dict(), strict=False)
-    taken = flat(other.state_dict())
-    partly = all(bits_equal(taken[key], state[key]) for key in taken)
-    return [unchanged, no_state, trained, frozen, added, partly, state]
-
-
-def test_frozen_unfrozen_and_added_parameters(ranks: RankPool) -> None:
-    """Frozen: no bucket, no state. Unfrozen or added: gradients of that very step are reduced. Frozen again: kept."""
-    results = ranks.run(2, _frozen)
-    for *checks, state in results:
-        assert checks == [True] * 6
-        assert same(state, results[0][-1])
-
-
-def _poisoned_where_added(poisoned: int) -> list[bool]:
-    module, extra = net(seed=3), nn.Linear(11, 1).half()
-    with torch.no_grad():
-        for param in extra.parameters():
-            param.fill_(0.25)
-    optimizer = sharded(module)
-    _step(optimizer, module, 0)
-    _step(optimizer, module, 1)
-    optimizer.add_param_group({"params": list(extra.named_parameters()), "lr": 0.1})
-    before = weights(module)
-    optimizer.zero_grad()
-    loss = module(batch(2, dist.get_rank(), FP16)).float().square().mean()
-    bad = float("inf") if dist.get_rank() == poisoned else 1.0
-    optimizer.scale_loss(loss + extra(torch.full((1, 11), bad, dtype=FP16)).float().sum()).backward()
-    skipped = not optimizer.step().success
-    kept = same(weights(module), before) and all(bool((param == 0.25).all()) for param in extra.parameters())
-    return [skipped, kept]
-
-
-@pytest.mark.parametrize("poisoned", [0, 1])
-def test_gradients_of_added_parameters_are_measured(ranks: RankPool, poisoned: int) -> None:
-    """Invariant 1: what was measured at the last step is not all there is after a param group was added."""
-    assert ranks.run(2, _poisoned_where_added, poisoned) == [[True, True]] * 2
 
 
 def _state_of_before() -> bool:
@@ -380,33 +279,3 @@ def test_main_params_of_a_rank_are_pieces() -> None:
     assert {tuple(state["exp_avg"].shape) for state in optimizer.state.values()} == set(shapes.values())
     packed: dict[str, Tensor] = optimizer.state_dict()["main_params"]
     assert {name: value.shape for name, value in packed.items()} == {n: p.shape for n, p in module.named_parameters()}
-
-
-def _loaded_state(overlap: bool) -> list[Any]:
-    source, module = net(), net(seed=7)
-    optimizer = sharded(source)
-    for step in range(3):
-        _step(optimizer, source, step)
-    packed, expected = optimizer.state_dict(), weights(source)
-    other = sharded(module, overlap_param_gather=overlap)
-    other.load_state_dict(packed)
-    loaded = same(weights(module), expected) and same(flat(other.state_dict()), flat(packed))
-    partly = net(seed=8)
-    partly.second.weight.requires_grad_(False)
-    frozen = sharded(partly)
-    before = weights(partly)["second.weight"]
-    with pytest.raises(StateDictError) as caught:
-        frozen.load_state_dict(packed)
-    frozen.load_state_dict(packed, strict=False)
-    taken = weights(partly)
-    kept = bits_equal(taken.pop("second.weight"), before)
-    return [loaded, kept, all(bits_equal(value, expected[name]) for name, value in taken.items()), str(caught.value)]
-
-
-@pytest.mark.default("False")
-@pytest.mark.parametrize("overlap", [False, True])
-def test_loaded_state_reaches_every_rank(ranks: RankPool, overlap: bool) -> None:
-    """Invariant 6: a load rounds each rank's pieces and gathers them; what is frozen here is named, or left alone."""
-    for loaded, kept, others, message in ranks.run(3, _loaded_state, overlap):
-        assert (loaded, kept, others) == (True, True, True)
-        assert "state dict holds main params of 'second.weight', frozen here" in message

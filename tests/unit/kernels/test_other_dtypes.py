@@ -1,13 +1,4 @@
-"""Every backend lives the reference's life: the same bits, or the same named error, never a third thing.
-
-The lives run in programs of their own: one that dies of a bad address is a failure that tells its seed and its end.
-"""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""Gradients and state of dtypes that kernels do not take, or without memory, beside those that they do."""
 
 import pytest
 import torch
@@ -15,60 +6,6 @@ from torch import nn
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import UsageError
-
-ROOT = Path(__file__).parents[3]
-
-
-def _live(trace: Path, *arguments: object) -> dict[str, int]:
-    """Run tests.backend_machine; returns its counts."""
-    command = [sys.executable, "-X", "faulthandler", "-m", "tests.backend_machine", "--trace", str(trace)]
-    command += map(str, arguments)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1700)
-    last = "\n".join(trace.read_text().splitlines()[-30:]) if trace.exists() else ""
-    told = (
-        f"{' '.join(command)} ended with {done.returncode}\n{done.stdout[-8000:]}{done.stderr[-8000:]}\nlast:\n{last}"
-    )
-    assert done.returncode == 0, told
-    counts: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return counts
-
-
-@pytest.mark.slow
-@pytest.mark.native
-def test_backends_live_alike(tmp_path: Path) -> None:
-    """Invariants 3, 9 and 10: steps, skips, odd gradients, moved and broken parameters and state, groups, options,
-    state dicts, in any order: the torch and the native backend do what the reference does.
-    """
-    counts = _live(tmp_path / "trace", "torch", "native", "--examples", 4, "--steps", 10)
-    assert counts["examples"] >= 4
-
-
-LIVES = {
-    "torch, native": (["torch", "native"], 150, 15),
-    "native columns": (["native", "native columns"], 150, 15),
-    "triton": (["triton"], 15, 10),
-}
-
-
-@pytest.mark.release
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("backends", "examples", "steps"), LIVES.values(), ids=LIVES.keys())
-def test_backends_live_alike_for_long(
-    backends: list[str], examples: int, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """More and longer lives, also in Triton's interpreter, and with forms compared part by part; it prints how
-    many there were.
-    """
-    if "triton" in backends:
-        pytest.importorskip("triton")
-        if torch.accelerator.is_available():
-            pytest.skip("its kernels run on the accelerator")
-    counts = _live(tmp_path / "trace", *backends, "--examples", examples, "--steps", steps, "--seed", 1)
-    with capsys.disabled():
-        print(f"\n{', '.join(backends)}: {json.dumps(counts)}")
-    assert counts["examples"] >= examples
-    assert counts["errors"] > 0
 
 
 def _wrap(inner: torch.optim.Optimizer) -> MixedPrecisionOptimizer:

@@ -1,0 +1,92 @@
+"""Which mutants of the core lives find: see tests/life.py and tests/mutants.py.
+
+    python -m tests.mutants_of_life --sample 42 --seed 1 --out benchmarks/results/mutants_of_life.md
+
+Mutants are drawn until as many are found as ``--sample`` says whose statement the lives execute. Each has one program,
+``python -m tests.life``, with a time limit: what outlasts it is found, too.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.mutants import MARKS, ROOT, Copy, Mutant, core, marked, mutants_of
+
+
+def lived(copy: Copy, given: argparse.Namespace, environment: dict[str, str]) -> str:
+    """Return what the lives say of the copy: "" where nothing is wrong, else the last line that names it."""
+    program = [sys.executable, "-W", "ignore", "-m", "tests.life", "--number", "0", "--lives", str(given.lives)]
+    environment = os.environ | {"PYTHONPATH": str(copy.folder), "OMP_NUM_THREADS": "1"} | environment
+    try:
+        done = subprocess.run(
+            [*program, "--ranks", str(given.ranks)],
+            cwd=copy.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=given.limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "the time limit"
+    lines = [line.strip() for line in done.stderr.splitlines() if "Error" in line] or ["an error"]
+    return "" if done.returncode == 0 else lines[-1][:200]
+
+
+def executed(copy: Copy, sample: list[Mutant], given: argparse.Namespace) -> list[Mutant]:
+    """Return those of a sample whose statement the lives execute."""
+    marks = copy.folder.parent / "marks"
+    marks.mkdir()
+    originals = {name: (copy.folder / name).read_bytes() for name in {mutant.file for mutant in sample}}
+    for name, original in originals.items():
+        places = {at: (one.line, one.begin) for at, one in enumerate(sample) if one.file == name}
+        (copy.folder / name).write_text(marked(original.decode(), places))
+    if told := lived(copy, given, {MARKS: str(marks)}):
+        sys.exit(f"the lives do not run without a mutant: {told}")
+    for name, original in originals.items():
+        (copy.folder / name).write_bytes(original)
+    return [sample[number] for number in sorted(int(path.name) for path in marks.iterdir())]
+
+
+def main() -> None:
+    """Try a sample, print each outcome, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("sample", 40), ("seed", 1), ("lives", 6), ("ranks", 2), ("limit", 300)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    everything = [mutant for path in core() for mutant in mutants_of(path)]
+    drawn = random.Random(given.seed).sample(everything, 5 * given.sample)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder))
+        for library in (ROOT / "megascale").rglob("*.so"):  # built at installation
+            (copy.folder / library.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+            shutil.copy2(library, copy.folder / library.relative_to(ROOT))
+        met = executed(copy, drawn, given)
+        lines = []
+        for mutant in met[: given.sample]:
+            target = copy.folder / mutant.file
+            original = target.read_bytes()
+            target.write_bytes(mutant.applied(original))
+            told = lived(copy, given, {})
+            target.write_bytes(original)
+            lines.append(f"- {f'found: {told}' if told else 'NOT FOUND'}: {mutant}")
+            print(lines[-1], flush=True)
+    found = sum("NOT FOUND" not in line for line in lines)
+    summary = f"{found} of {len(lines)} mutants found; of {len(drawn)} drawn the lives execute {len(met)}."
+    print(summary)
+    if given.out is not None:
+        command = f"`python -m tests.mutants_of_life {' '.join(sys.argv[1:])}`"
+        given.out.write_text(
+            "\n".join(["# Mutants of the core that lives find", "", command, "", summary, "", *lines, ""])
+        )
+
+
+if __name__ == "__main__":
+    main()
