@@ -122,7 +122,11 @@ class AveragedMainParams:
         """
         if model is not None and model is not self.model:
             raise ArgumentError("model is not the one that the averages were built for; build others for it")
-        self._check_complete()
+        if _count(self._owners) != self._num_main_params:
+            raise UsageError(
+                "main params have been added since AveragedMainParams was built (parameters unfrozen, or a param group "
+                "added); build it anew then"
+            )
         buffers = self._live_buffers()
         landed = self._outcomes.landed(success)
         if not isinstance(landed, Tensor):
@@ -166,7 +170,13 @@ class AveragedMainParams:
         Raises:
             UsageError: the model is under FSDP2, which keeps its own references to parameters.
         """
-        _refuse_fsdp(self.model)
+        # Unless FSDP2 is imported, no module is under it.
+        sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+        if any(isinstance(module, sharded) for module in self.model.modules()):
+            raise UsageError(
+                "averages cannot be lent to a model under fully_shard; load model_state_dict() into another model, "
+                "sharded alike, with strict=False"
+            )
         lent: dict[int, Tensor] = {
             id(entry.source.model): nn.Parameter(self._like_model(entry), requires_grad=False)
             for entry in self._entries
@@ -273,13 +283,6 @@ class AveragedMainParams:
                 )
         return [to_local(buffer) for buffer in live if buffer is not None]
 
-    def _check_complete(self) -> None:
-        if _count(self._owners) != self._num_main_params:
-            raise UsageError(
-                "main params have been added since AveragedMainParams was built (parameters unfrozen, or a param group "
-                "added); build it anew then"
-            )
-
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[MainParams]:
     """Return the MainParams of an optimizer. A torch optimizer's parameters are their own main params."""
@@ -331,13 +334,3 @@ def _check_tensors(what: str, given: Any, expected: Mapping[str, Tensor]) -> Non
         if not isinstance(given[name], Tensor) or given[name].shape != tensor.shape:
             shape = tuple(given[name].shape) if isinstance(given[name], Tensor) else type(given[name]).__name__
             raise StateDictError(f"state dict's {what}[{name!r}] must have shape {tuple(tensor.shape)}, got {shape}")
-
-
-def _refuse_fsdp(model: nn.Module) -> None:
-    # Unless FSDP2 is imported, no module is under it.
-    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    if any(isinstance(module, sharded) for module in model.modules()):
-        raise UsageError(
-            "averages cannot be lent to a model under fully_shard; load model_state_dict() into another model, sharded "
-            "alike, with strict=False"
-        )

@@ -106,15 +106,12 @@ def warn_of_cast_buffers(params: Iterable[Tensor]) -> None:
 def _cast_buffers(module: nn.Module) -> list[str]:
     """Return the names of a module's own buffers that should not have 16 bits. It may be one that is half built."""
     buffers = module.__dict__.get("_buffers") or {}
+    halves = [name for name, one in buffers.items() if isinstance(one, Tensor) and one.dtype in HALF_DTYPES]
     return [
         name
-        for name, buffer in buffers.items()
-        if isinstance(buffer, Tensor) and buffer.dtype in HALF_DTYPES and _needs_fp32(name)
+        for name in halves
+        if name in ("running_mean", "running_var") or any(fnmatchcase(name.lower(), pattern) for pattern in ROPE)
     ]
-
-
-def _needs_fp32(name: str) -> bool:
-    return name in ("running_mean", "running_var") or any(fnmatchcase(name.lower(), pattern) for pattern in ROPE)
 
 
 def _check(model: Any, dtype: Any) -> None:
@@ -190,24 +187,20 @@ def _add_hooks(model: nn.Module, kept: Sequence[nn.Module], kept_params: set[int
             if max(order[id(part)] for part in module.modules()) < last_cast:
                 module.register_forward_hook(partial(_narrow, dtype))
     for layer in mixed.values():
-        layer.register_forward_pre_hook(partial(_narrow_inputs, dtype), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_cast_inputs, (torch.float32,), dtype), with_kwargs=True)
     for module in kept:
         takes_both = isinstance(getattr(module, "running_mean", None), Tensor)  # 16-bit inputs beside fp32 parameters
         if takes_both or all(param.dtype in HALF_DTYPES for param in module.parameters()):
             continue
-        module.register_forward_pre_hook(_widen, with_kwargs=True)
+        module.register_forward_pre_hook(partial(_cast_inputs, HALF_DTYPES, torch.float32), with_kwargs=True)
         if max(order[id(part)] for part in module.modules()) < last_cast:
             module.register_forward_hook(partial(_narrow, dtype))
 
 
-def _widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return _converted(args, HALF_DTYPES, torch.float32), _converted(kwargs, HALF_DTYPES, torch.float32)
-
-
-def _narrow_inputs(
-    dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _cast_inputs(
+    dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    return _converted(args, (torch.float32,), dtype), _converted(kwargs, (torch.float32,), dtype)
+    return _converted(args, dtypes, dtype), _converted(kwargs, dtypes, dtype)
 
 
 def _narrow(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:

@@ -91,7 +91,11 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         grads_are_scaled: bool = False,
     ) -> None:
         check_arguments(optimizer, config, grad_scaler, sharded=True)
-        _check_overlap(config, overlap_param_gather)
+        if config is not None and config.overlap_param_gather and not overlap_param_gather:
+            raise ArgumentError(
+                "config.overlap_param_gather=True has no effect: the argument overlap_param_gather is False; pass it "
+                "too, or let megascale.build_optimizer(config, model) build everything from the config"
+            )
         by_parameter = is_sharded_by_parameter(optimizer, shard, elementwise)
         if by_parameter:
             refuse_sums_over_parameters(optimizer)
@@ -157,15 +161,6 @@ def is_sharded_by_parameter(optimizer: torch.optim.Optimizer, shard: str, elemen
             "each element is updated from itself alone, pass elementwise=True"
         )
     return shard == "parameters" or not is_elementwise
-
-
-def _check_overlap(config: OptimizerConfig | None, overlap_param_gather: bool) -> None:
-    """Raise ArgumentError where the config asks for an overlap that the argument does not."""
-    if config is not None and config.overlap_param_gather and not overlap_param_gather:
-        raise ArgumentError(
-            "config.overlap_param_gather=True has no effect: the argument overlap_param_gather is False; pass it "
-            "too, or let megascale.build_optimizer(config, model) build everything from the config"
-        )
 
 
 def _names(chunks: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -67,7 +67,12 @@ class StepGraph:
         device = optimizer.device
         optimizer.recipe.discard_prepared()  # of prepare_grads(): the graph holds a whole step
         self._module = torch.get_device_module(device)
-        self._rates = [_rate_on(group, device) for group in optimizer.param_groups]
+        self._rates: list[Tensor] = []
+        for group in optimizer.param_groups:  # an fp64 tensor of its own on the device, as kernels read it
+            rate = torch.empty((), dtype=torch.float64, device=device)
+            _write_rate(rate, group["lr"])
+            group["lr"] = rate
+            self._rates.append(rate)
         with torch.accelerator.device_index(device.index):  # streams and graphs are those of the current device
             self._capture(device, warmup)
 
@@ -99,7 +104,10 @@ class StepGraph:
             UsageError: gradients, parameters or state are not where they were when the graph was captured.
             MainParamOverflowError: one step late, as :meth:`MixedPrecisionOptimizer.step` raises it.
         """
-        self._take_rates()
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if group["lr"] is not rate:  # set since as a number, or as another tensor: the graph reads this one
+                _write_rate(rate, group["lr"])
+                group["lr"] = rate
         if self._optimizer.recipe.memory_layout() != self._layout:
             raise UsageError(
                 "parameters or optimizer state have moved since the graph was captured (added, loaded, or moved to "
@@ -123,13 +131,6 @@ class StepGraph:
         grads = [param.grad for group in self._optimizer.param_groups for param in group["params"]]
         return [None if grad is None else grad.data_ptr() for grad in grads]
 
-    def _take_rates(self) -> None:
-        """Copy learning rates that were set as numbers, or as other tensors, to where the graph reads them."""
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            if group["lr"] is not rate:
-                _write_rate(rate, group["lr"])
-                group["lr"] = rate
-
 
 def check_capturable(optimizer: Any) -> None:
     """Raise UsageError, with the reason, for an optimizer whose step cannot be captured into a graph."""
@@ -147,14 +148,6 @@ def check_capturable(optimizer: Any) -> None:
         reason = "another capture is under way"
     if reason is not None:
         raise UsageError(f"the step cannot be captured into a graph: {reason}")
-
-
-def _rate_on(group: dict[str, Any], device: torch.device) -> Tensor:
-    """Put a param group's learning rate on the device, as an fp64 tensor of its own, as kernels read it."""
-    rate = torch.empty((), dtype=torch.float64, device=device)
-    _write_rate(rate, group["lr"])
-    group["lr"] = rate
-    return rate
 
 
 def _write_rate(rate: Tensor, value: float | Tensor) -> None:

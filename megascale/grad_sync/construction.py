@@ -51,14 +51,12 @@ def param_forms(
     named_parameters: Iterable[tuple[str, nn.Parameter]], group_of: Mapping[str, int] | None = None
 ) -> list[ParamForm]:
     """Return what is compared of each parameter, besides its value. ``group_of``: its param group, compared too."""
-    return [
-        (name, intern(str(param.dtype)), tuple(param.shape), intern(_place(param, (group_of or {}).get(name))))
-        for name, param in named_parameters
-    ]
-
-
-def _place(param: nn.Parameter, group: int | None) -> str:
-    return param.device.type if group is None else f"{param.device.type}, param group {group}"
+    found = []
+    for name, param in named_parameters:
+        group, place = (group_of or {}).get(name), param.device.type
+        place = place if group is None else f"{place}, param group {group}"
+        found.append((name, intern(str(param.dtype)), tuple(param.shape), intern(place)))
+    return found
 
 
 def ranks_by_field(groups: ParallelGroups) -> dict[str, Sequence[int]]:
@@ -95,7 +93,14 @@ def _require_alike(built: Mapping[int, Construction]) -> None:
             found = first_difference({first: _facts(built[first]), rank: _facts(construction)})
             if found is not None:
                 raise _different(found.label, {first: found.first or _ABSENT, rank: found.other or _ABSENT})
-    _require_same_groups(built)
+    # No rank may be in a group of another one that it does not have itself.
+    claimed = {(name, ranks): rank for rank, one in built.items() for name, ranks in one.groups.items()}
+    for (name, ranks), rank in claimed.items():
+        for member in ranks:
+            theirs = built[member].groups.get(name, ranks) if member in built else ranks
+            if theirs != ranks:
+                values = {rank: _describe_ranks(ranks), member: _describe_ranks(theirs)}
+                raise _different(f"groups.{name}", dict(sorted(values.items())))
 
 
 def _compared(one: Construction) -> tuple[object, ...]:
@@ -106,22 +111,11 @@ def _compared(one: Construction) -> tuple[object, ...]:
 def _facts(one: Construction) -> Facts:
     """Return :func:`_compared` as a message tells it, by what a message calls it."""
     forms = {
-        f"parameter {index} of {listing}": _describe(form)
+        f"parameter {index} of {listing}": f"{name!r} ({dtype}, shape {shape}, {place})"
         for listing, params in one.parameters.items()
-        for index, form in enumerate(params)
+        for index, (name, dtype, shape, place) in enumerate(params)
     }
     return {"the object that reduces gradients": f"a {one.kind}", **one.arguments, **forms}
-
-
-def _require_same_groups(built: Mapping[int, Construction]) -> None:
-    """Raise ArgumentError if a rank is in a group of another rank that it does not have itself."""
-    claimed = {(name, ranks): rank for rank, one in built.items() for name, ranks in one.groups.items()}
-    for (name, ranks), rank in claimed.items():
-        for member in ranks:
-            theirs = built[member].groups.get(name, ranks) if member in built else ranks
-            if theirs != ranks:
-                values = {rank: _describe_ranks(ranks), member: _describe_ranks(theirs)}
-                raise _different(f"groups.{name}", dict(sorted(values.items())))
 
 
 def _different(what: str, values: Mapping[int, str]) -> ArgumentError:
@@ -130,11 +124,6 @@ def _different(what: str, values: Mapping[int, str]) -> ArgumentError:
         f"{what} is {told}, but ranks that reduce gradients together exchange the same messages; build it alike on "
         "every rank: the same class and arguments, and the same parameters in the same order"
     )
-
-
-def _describe(form: ParamForm) -> str:
-    name, dtype, shape, place = form
-    return f"{name!r} ({dtype}, shape {shape}, {place})"
 
 
 def _describe_ranks(ranks: Sequence[int]) -> str:

@@ -79,23 +79,20 @@ def group_by_owner(
     for bucket in layout.buckets:
         by_owner: list[list[Placement]] = [[] for _ in range(layout.num_shards)]
         for placement in bucket.placements:
-            by_owner[_checked(owners.get(placement.name), placement.name, layout.num_shards)].append(placement)
+            owner, most = owners.get(placement.name), layout.num_shards - 1
+            if owner is None or not 0 <= owner <= most:
+                raise ArgumentError(
+                    f"owners[{placement.name!r}] is {owner}, must be a rank between 0 and {most}; take them from "
+                    "OwnerLoads.assign()"
+                )
+            by_owner[owner].append(placement)
         inside: list[Placement] = []
         borders = [position]
-        for owner, owned in enumerate(by_owner):
+        for rank, owned in enumerate(by_owner):
             for placement in owned:
                 stop = position + placement.stop - placement.start
-                inside.append(Placement(placement.name, position, stop, owner))
+                inside.append(Placement(placement.name, position, stop, rank))
                 position = rounded_up(stop, alignment)
             borders.append(position)  # also of an empty shard: its rank takes part in the bucket's messages
         buckets.append(Bucket(bucket.index, borders[0], position, tuple(inside), tuple(borders)))
     return BufferLayout(layout.kind, layout.num_shards, buckets)
-
-
-def _checked(owner: int | None, name: str, num_shards: int) -> int:
-    if owner is None or not 0 <= owner < num_shards:
-        raise ArgumentError(
-            f"owners[{name!r}] is {owner}, must be a rank between 0 and {num_shards - 1}; take them from "
-            "OwnerLoads.assign()"
-        )
-    return owner

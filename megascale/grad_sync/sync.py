@@ -456,7 +456,12 @@ class GradSync:
 
         The hooks leave no gradient behind, so any gradient there is the caller's.
         """
-        error = self._find_ddp()
+        error: GradientError | None = None
+        if not self._ddp_is_absent:  # one may have been put around the parameters before the first step
+            named = ((name, param) for bucket in self.buckets for name, param in bucket.params.items())
+            wrapped = find_under_ddp(named)
+            self._ddp_is_absent = wrapped is None
+            error = None if wrapped is None else under_ddp(wrapped)
         for bucket in self.buckets:
             params = bucket.params.values()
             if set(map(type, map(_GRAD, params))) <= {NoneType}:
@@ -469,14 +474,6 @@ class GradSync:
                     self._accumulate(name, param, bucket)
                 error = error or wrong
         return error
-
-    def _find_ddp(self) -> GradientError | None:
-        """Return the error for a DistributedDataParallel that was put around the parameters before the first step."""
-        if self._ddp_is_absent:
-            return None
-        wrapped = find_under_ddp((name, param) for bucket in self.buckets for name, param in bucket.params.items())
-        self._ddp_is_absent = wrapped is None
-        return None if wrapped is None else under_ddp(wrapped)
 
     def _start_next(self) -> None:
         """Start the next bucket's reduction. The order is the same on every rank: that of ``buckets``."""

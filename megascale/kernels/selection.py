@@ -35,8 +35,11 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
         name = validate.one_of(ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE, "auto"), BACKENDS)
     if name != "auto":
         return _MAKERS[name](device)
+    fastest = "native"
+    if device is not None and device.type != "cpu":
+        fastest = "triton" if _is_accelerator(device) else "torch"
     try:
-        return _MAKERS[_fastest(device)](device)
+        return _MAKERS[fastest](device)
     except UsageError as error:
         _warn_once(f"{error}\nUsing the torch backend")
         return TorchBackend()
@@ -84,12 +87,6 @@ def why_not(name: str, device: torch.device) -> str | None:
     return None
 
 
-def _fastest(device: torch.device | None) -> str:
-    if device is None or device.type == "cpu":
-        return "native"
-    return "triton" if _is_accelerator(device) else "torch"
-
-
 def _is_accelerator(device: torch.device) -> bool:
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and device.type == accelerator.type
@@ -109,15 +106,11 @@ def _triton(device: torch.device | None) -> Backend:
     return backend
 
 
-def _apex(_: torch.device | None) -> Backend:
-    backend: Backend = import_module("megascale.kernels.apex_backend").ApexBackend()  # a leaf: the core imports none
-    return backend
-
-
 _MAKERS: dict[str, Callable[[torch.device | None], Backend]] = {
     "reference": lambda _: ReferenceBackend(),
     "torch": lambda _: TorchBackend(),
     "native": lambda _: NativeBackend(),
     "triton": _triton,
-    "apex": _apex,
+    # A leaf: the core imports none.
+    "apex": lambda _: import_module("megascale.kernels.apex_backend").ApexBackend(),
 }

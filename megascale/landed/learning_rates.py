@@ -49,7 +49,9 @@ class GroupRates:
             lr = group["lr"]
             if not isinstance(lr, Tensor):
                 self.numbers[index] = lr
-            elif not self._is_ours(index, lr):
+            elif (
+                (written := self._written[index]) is None or written[0] is not lr or written[1] != lr._version
+            ):  # by others
                 value = number_of(lr)
                 if value != number_of(torch.tensor(self.numbers[index], dtype=lr.dtype, device="cpu")):
                     self.numbers[index] = value
@@ -103,10 +105,6 @@ class GroupRates:
             # In place: a captured graph may read it there.
             lr.masked_fill_(landed, new)
             self._written[index] = (lr, lr._version)
-
-    def _is_ours(self, index: int, lr: Tensor) -> bool:
-        written = self._written[index]
-        return written is not None and written[0] is lr and written[1] == lr._version
 
 
 def takes_rates_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -116,7 +116,8 @@ class MainParams:
         group_of: dict[str, int] = {}
         for index, group in enumerate(param_groups):
             for param in group["params"]:
-                _check_is_param(param)
+                if not issubclass(kind := type(param), Tensor):
+                    raise ArgumentTypeError(f"params of a param group holds a {kind.__name__}; give parameters")
                 if param.requires_grad and id(param) not in self._by_id:
                     names = names or self.names(param_groups)
                     name = names[id(param)]
@@ -132,7 +133,15 @@ class MainParams:
         made = self.make(unseen, group_of) if unseen else []
         self._by_id.update({id(param.model): param for param in made})
         self.ordered = [[self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id] for group in param_groups]
-        self._rebuild_tracker(param_groups)
+        self._known = [list(group["params"]) for group in param_groups]
+        self._frozen = [param for group in self._known for param in group if id(param) not in self._by_id]
+        # The new tracker goes on with what was recorded of each model param.
+        self._tracker = WriteTracker(param.model for param in self)
+        for index, main in enumerate(self):
+            if main.tracker is not None:
+                self._tracker.remember(index, main.tracker, main.slot)
+            main.tracker, main.slot = self._tracker, index
+        self._trained = self._tracker.requires_grad
         self._units = None
         return made
 
@@ -149,17 +158,6 @@ class MainParams:
                         f"param_groups[{index}] holds {story} that param_groups held before; list each parameter once"
                     )
                 seen.add(id(param))
-
-    def _rebuild_tracker(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Make a new tracker of all model params, keeping what was recorded of each, and remember the groups."""
-        self._known = [list(group["params"]) for group in param_groups]
-        self._frozen = [param for group in self._known for param in group if id(param) not in self._by_id]
-        self._tracker = WriteTracker(param.model for param in self)
-        for index, param in enumerate(self):
-            if param.tracker is not None:
-                self._tracker.remember(index, param.tracker, param.slot)
-            param.tracker, param.slot = self._tracker, index
-        self._trained = self._tracker.requires_grad
 
     def names(self, param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
         """Return the name of every parameter by id: as given, else its group's ``param_names``, else its position.
@@ -375,8 +373,3 @@ def _list_params(param_groups: Sequence[dict[str, Any]]) -> None:
                 f"params of a param group must be a list of parameters, got a {type(params).__name__}"
             )
         group["params"] = list(params)
-
-
-def _check_is_param(param: object) -> None:
-    if not isinstance(param, Tensor):
-        raise ArgumentTypeError(f"params of a param group holds a {type(param).__name__}; give parameters")

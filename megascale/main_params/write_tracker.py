@@ -94,7 +94,11 @@ class WriteTracker:
         """Return the slots of params that others have written, or that have moved."""
         parts = self._parts()
         versions = self._read_versions(self._params)
-        if self._are_dtensors or not self._are_same(parts):
+        if self._same is not None:
+            forms, places = self._same
+            if forms.places(parts, places.asked) != places:
+                self._same = None
+        if self._are_dtensors or self._same is None:
             self.requires_grad = self._read_flags()  # of other parts it is known: forms have it
         if self._same is not None and versions == self._versions:
             return []
@@ -104,15 +108,6 @@ class WriteTracker:
         if now == self._rows and None not in now:
             self._same = Forms(parts), Places.once_per_storage(parts)
         return found
-
-    def _are_same(self, parts: list[Tensor]) -> bool:
-        """Whether all places and forms are known to be those that are remembered."""
-        if self._same is not None:
-            forms, places = self._same
-            if forms.places(parts, places.asked) == places:
-                return True
-            self._same = None
-        return False
 
     def _read_flags(self) -> list[bool]:
         return list(map(_REQUIRES_GRAD, self._params))

@@ -148,13 +148,13 @@ def _triples(options: Mapping[str, Any]) -> list[Coefficients]:
     """Return ``ns_coefficients``: three numbers, or such a triple for each iteration."""
     value = options["ns_coefficients"]
     rows = [value] if isinstance(value, Collection) and all(isinstance(one, int | float) for one in value) else value
-    if not isinstance(rows, Collection) or not rows or not all(_is_triple(row) for row in rows):
+    are_triples = isinstance(rows, Collection) and all(
+        isinstance(row, Collection) and len(row) == 3 and all(isinstance(one, int | float) for one in row)
+        for row in rows
+    )
+    if not are_triples or not rows:
         raise ArgumentError(
             "ns_coefficients of a param group must be three numbers, or a list of such triples, one for each "
             f"iteration; got {value!r}"
         )
     return [(float(a), float(b), float(c)) for a, b, c in rows]
-
-
-def _is_triple(row: Any) -> bool:
-    return isinstance(row, Collection) and len(row) == 3 and all(isinstance(one, int | float) for one in row)

@@ -150,16 +150,12 @@ class LiveState(HeldState):
         Raises StateDictError; UsageError while main params are away in host memory.
         """
         self.main_params.residence.require_here("load_state_dict()")
-        own: Mapping[str, Any] = self._own_layout(state_dict, strict)
-        self._check(own, strict)
-        return own
-
-    def _own_layout(self, state_dict: Any, strict: bool) -> Any:
-        """Return a state dict in our layout, under the names of the parameters here. Raises StateDictError."""
         if is_torch_layout(state_dict):
             state_dict = from_torch_layout(state_dict, self.pack(copy=False), strict=strict)
         portable_state.check_layout(state_dict, strict=strict)
-        return portable_state.under_live_names(state_dict, self.names())
+        own = portable_state.under_live_names(state_dict, self.names())
+        self._check(own, strict)
+        return own
 
     def _check(self, state_dict: Any, strict: bool) -> None:
         """Raise StateDictError for what does not fit: first names, then shapes and options. Reads no values."""
@@ -172,7 +168,13 @@ class LiveState(HeldState):
             # A run of fp32 weights, or a plain torch optimizer's, has none at all.
             portable_state.check_names(mains, params, halves if mains else (), "main params")
             portable_state.check_groups(groups, self.names())
-            self._check_frozen(params, mains)
+            # Other state of parameters that are frozen here is accepted, and kept whole until they are trained.
+            homeless = [name for name, param in params.items() if name in mains and not self.main_params.keeps(param)]
+            if homeless:
+                raise StateDictError(
+                    f"state dict holds main params of {listed(homeless)}, frozen here; set requires_grad "
+                    "before the optimizer is built, or load with strict=False to leave it out"
+                )
         options = self._options()
         for name in (name for name in params if name in mains):
             portable_state.check_main_param(name, mains[name], params[name])
@@ -202,18 +204,6 @@ class LiveState(HeldState):
         """Return the parameters by name."""
         names = self.main_params.names(self.param_groups)
         return {names[id(param)]: param for param in self._params()}
-
-    def _check_frozen(self, params: Mapping[str, nn.Parameter], mains: Mapping[str, Any]) -> None:
-        """Raise StateDictError for a saved main param of a parameter that is frozen here and cannot have one.
-
-        Its other state is accepted, and kept whole until the parameter is trained.
-        """
-        homeless = [name for name, param in params.items() if name in mains and not self.main_params.keeps(param)]
-        if homeless:
-            raise StateDictError(
-                f"state dict holds main params of {listed(homeless)}, frozen here; set requires_grad "
-                "before the optimizer is built, or load with strict=False to leave it out"
-            )
 
     def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> Plan:
         """Copy what :meth:`check` has returned. Raises StateDictError or MainParamOverflowError.
@@ -285,21 +275,18 @@ class LiveState(HeldState):
             if is_scale(key) and is_cut:
                 placed[key] = self.main_params.to_local(param, value, value.dtype, group=GROUP)
             elif isinstance(value, Tensor):
+                live = self.state.get(param, {}).get(key)
+                # Whether a 0-d one is an element of a 0-d parameter or a number beside it, live state tells.
+                is_number = value.dim() == 0 and isinstance(live, Tensor)
+                is_number = is_number and main is not None and live.shape != main.main.shape
                 placed[key] = (
                     self.main_params.to_local(param, value, value.dtype)
-                    if is_cut and self._is_per_element(key, value, param)
+                    if is_cut and not is_number and is_per_element(key, value, param)
                     else value.to(device, copy=True)
                 )
             else:
                 placed[key] = map_tensors(lambda inner: inner.to(device, copy=True), value)
         return dict(placed)
-
-    def _is_per_element(self, key: str, value: Tensor, param: nn.Parameter) -> bool:
-        """Return whether a saved tensor has an element for each of ``param``'s. For a 0-d one live state decides."""
-        main, live = self.main_params.get(param), self.state.get(param, {}).get(key)
-        if value.dim() == 0 and main is not None and isinstance(live, Tensor) and live.shape != main.main.shape:
-            return False
-        return is_per_element(key, value, param)
 
     def _loaded(self, state_dict: Mapping[str, Any], strict: bool) -> list[tuple[Any, Mapping[str, Any]]]:
         """Return :attr:`Plan.loaded`. Raises StateDictError. State dicts of other systems lack step counts."""

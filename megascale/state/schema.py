@@ -74,7 +74,10 @@ def check_layout(state_dict: Any, *, strict: bool) -> None:
             raise StateDictError(f"state dict's '{key}' must map parameter names to their state")
     groups = optimizer["param_groups"]
     if not isinstance(groups, (list, tuple)) or not all(
-        isinstance(group, Mapping) and _are_names(group.get("params")) for group in groups
+        isinstance(group, Mapping)
+        and isinstance(group.get("params"), (list, tuple))
+        and all(isinstance(name, str) for name in group["params"])
+        for group in groups
     ):
         raise StateDictError(
             "state dict's 'optimizer.param_groups' must be a list of dicts with 'params', a list of parameter names"
@@ -109,10 +112,6 @@ def under_live_names(state_dict: Mapping[str, Any], live: Sequence[Sequence[str]
         },
         "main_params": {new.get(name, name): main for name, main in state_dict["main_params"].items()},
     }
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
 
 
 def check_names(given: Iterable[str], known: Iterable[str], required: Iterable[str], what: str) -> None:

@@ -68,22 +68,6 @@ class Source(HeldState):
         if member is not None:
             member.update.release_scratch()
 
-    def main_value(self, param: Tensor) -> Tensor | None:
-        """Return the live main param of ``param``; None where it has none but itself."""
-        main = self.main_params.get(param)
-        if main is None or not main.is_copy:
-            return None
-        member = self.member()
-        if member is not None and main.is_written():
-            member.sync_from_model()
-        return detached(main.value())
-
-    def shared_value(self, name: str) -> Tensor | None:
-        """Return what every parameter has a copy of; None where there is no such value. Waits for the device."""
-        if self.counter.skips.is_meta:
-            return None
-        return layout.shared_entries(self.shared_values()).get(name)
-
 
 class _View(MutableMapping[K, Any]):
     """What ``dict`` has and ``MutableMapping`` lacks. Pickled, deep-copied and joined it is a plain dict."""
@@ -168,14 +152,20 @@ class ParamEntries(_View[str]):
         return self._source.main_params.get(self._param)
 
     def _added(self, name: str) -> Tensor | None:
-        main = self._main()
+        """Return an entry that is added; None where there is no such value. A scale and counts wait for the device."""
+        main, source = self._main(), self._source
         if name == layout.NUM_STATES:
             return torch.tensor(len(self._own), device="cpu")
         if name == layout.SHARD_START:
             return None if main is None else torch.tensor(main.start, device="cpu")
         if name == layout.MAIN_PARAM:
-            return self._source.main_value(self._param)
-        return self._source.shared_value(name)
+            if main is None or not main.is_copy:
+                return None
+            member = source.member()
+            if member is not None and main.is_written():
+                member.sync_from_model()
+            return detached(main.value())
+        return None if source.counter.skips.is_meta else layout.shared_entries(source.shared_values()).get(name)
 
     def _write_added(self, name: str, value: Any) -> None:
         main = self._main()

@@ -69,8 +69,12 @@ class StateDict(dict[str, Any]):
         if key not in TORCH_KEYS or not dict.__contains__(self, "optimizer"):
             raise KeyError(key)
         if self._torch_layout is None:
-            self._torch_layout = to_torch_layout(self)
-            self._as_made = self._noted_layouts(self._torch_layout)
+            torchs = self._torch_layout = to_torch_layout(self)
+            # Torch's alone has copies of the scaler's state and counts, ours their origins. Any other tensor is in
+            # both: what is written into it is written to both.
+            copies = {NUM_STATES, *(name for names in SHARED.values() for name in names.values())}
+            ours = {name: _noted(value, SHARED.get(name, ())) for name, value in dict.items(self)}
+            self._as_made = _noted(torchs, copies), ours
         return self._torch_layout[key]
 
     # Whatever reads or writes this dict comes through one of these six.
@@ -129,15 +133,6 @@ class StateDict(dict[str, Any]):
                 "'param_groups': write to one of them, in a new state_dict()"
             )
         self._put_torch_layout(self._torch_layout)
-
-    def _noted_layouts(self, torchs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return both layouts, noted. Torch's alone has copies of the scaler's state and counts, ours their origins.
-
-        Any other tensor is in both: what is written into it is written to both.
-        """
-        copies = {NUM_STATES, *(name for names in SHARED.values() for name in names.values())}
-        ours = {key: _noted(value, SHARED.get(key, ())) for key, value in dict.items(self)}
-        return _noted(torchs, copies), ours
 
     def _put_torch_layout(self, layout: dict[str, Any]) -> None:
         self._torch_layout = None
@@ -299,7 +294,14 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         name = names[key]
         there = _as_shards(name, _present(entries), states[name], mains.get(name))
         states[name] = {what: value for what, value in there.items() if what not in TAKEN}
-        _check_whole(name, states[name], there.get(NUM_STATES))
+        expected = there.get(NUM_STATES)  # None: not known
+        if expected is not None and len(states[name]) != int(expected):
+            raise StateDictError(
+                f"optimizer state of {name!r} had {int(expected)} entries and arrives with {sorted(states[name])}: "
+                "torch.distributed.checkpoint reads only names that the live one has. Build it with the same options. "
+                "If it makes its state at its first step: give load_state_dict() a full state dict, or use "
+                "megascale.checkpoint"
+            )
         for what, entry_names in SHARED.items():
             copies[what].append({key: there[entry] for key, entry in entry_names.items() if entry in there})
         if MAIN_PARAM in there:
@@ -316,9 +318,13 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
     # Each entry had a copy: if copies differ, entries of several checkpoints were mixed.
     found = {what: _common_value(what, copies[what], live.get(what, {})) for what in SHARED}
     scaler, has_entries = found.pop("grad_scaler"), bool(copies["grad_scaler"])
+    packed = [
+        {option: value for option, value in group.items() if option != "param_names"}
+        | {"params": [names[key] for key in group["params"]]}
+        for group in given["param_groups"]
+    ]
     return {
-        "optimizer": {"state": states, "param_groups": [_group(group, names) for group in given["param_groups"]]}
-        | ({SHARED_STATE: [shared]} if shared else {}),
+        "optimizer": {"state": states, "param_groups": packed} | ({SHARED_STATE: [shared]} if shared else {}),
         "main_params": {} if without_main and not has_mains else mains,
         "grad_scaler": scaler if scaler or (strict and has_entries) else live["grad_scaler"],
         "version": live["version"],
@@ -415,21 +421,6 @@ def _names_by_key(groups: Sequence[Mapping[str, Any]], live: Sequence[Sequence[s
             f"state dict has param groups of {sizes} parameters, the optimizer has {live_sizes}; build the same groups"
         )
     return dict(zip(keys, names, strict=True))
-
-
-def _group(group: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key != "param_names"}
-    return options | {"params": [names[key] for key in group["params"]]}
-
-
-def _check_whole(name: str, entries: Mapping[str, Any], expected: Any) -> None:
-    """Raise StateDictError if entries were lost on the way. ``expected``: their number when saved; None: not known."""
-    if expected is not None and len(entries) != int(expected):
-        raise StateDictError(
-            f"optimizer state of {name!r} had {int(expected)} entries and arrives with {sorted(entries)}: "
-            "torch.distributed.checkpoint reads only names that the live one has. Build it with the same options. If it"
-            " makes its state at its first step: give load_state_dict() a full state dict, or use megascale.checkpoint"
-        )
 
 
 def _common_value(what: str, every: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,18 +35,14 @@ def atomic_write(target: Path, *, overwrite: bool) -> Iterator[Path]:
         if overwrite:
             os.replace(unnamed, target)
         else:
-            _name_once(unnamed, target)
+            try:
+                os.link(unnamed, target)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links
+                if target.exists():
+                    raise FileExistsError(f"{target} exists already") from None
+                os.replace(unnamed, target)
         sync_folder(target.parent)
     finally:
         unnamed.unlink(missing_ok=True)
-
-
-def _name_once(unnamed: Path, target: Path) -> None:
-    try:
-        os.link(unnamed, target)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if target.exists():
-            raise FileExistsError(f"{target} exists already") from None
-        os.replace(unnamed, target)

@@ -447,11 +447,11 @@ def gather_or_raise(value: T, error: Exception | None, group: ProcessGroup | Non
         if error is not None:
             raise error
         return [value]
-    mine = (
-        None
-        if error is None
-        else (type(error) if isinstance(error, MegascaleError) else RankError, _describe_error(error))
-    )
+    mine: tuple[type[MegascaleError], str] | None = None
+    if isinstance(error, MegascaleError):
+        mine = type(error), str(error)
+    elif error is not None:
+        mine = RankError, f"{type(error).__name__}: {error}"
     answers: list[Any] = all_gather_object((mine, value if error is None else None), group)
     failed = [(rank, story) for rank, (story, _) in enumerate(answers) if story is not None]
     if not failed:
@@ -459,7 +459,3 @@ def gather_or_raise(value: T, error: Exception | None, group: ProcessGroup | Non
     rank, (kind, message) = failed[0]
     others = f" (ranks {', '.join(str(r) for r, _ in failed)} failed)" if len(failed) > 1 else ""
     raise kind(f"rank {rank}: {message}{others}") from error
-
-
-def _describe_error(error: Exception) -> str:
-    return str(error) if isinstance(error, MegascaleError) else f"{type(error).__name__}: {error}"
