@@ -21,8 +21,6 @@ from torch.utils.hooks import RemovableHandle
 CALLERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
-LISTS = (nn.ParameterList, nn.ParameterDict)
-
 _COMPILED: WeakSet[nn.Module] = WeakSet()
 """Modules that compiled code may call. It is not traced anew for the hooks of another optimizer."""
 
@@ -136,11 +134,9 @@ def params_read_by(module: nn.Module) -> Iterable[nn.Parameter]:
     """
     if module._modules and _reads_below(module):
         return module.parameters()
-    found = [param for param in module._parameters.values() if param is not None]  # parameters() would take 2 us
-    for child in module._modules.values():
-        if isinstance(child, LISTS):
-            found += child.parameters()
-    return found
+    lists = (child for child in module._modules.values() if isinstance(child, (nn.ParameterList, nn.ParameterDict)))
+    # parameters() would take 2 us.
+    return [param for owner in (module, *lists) for param in owner._parameters.values() if param is not None]
 
 
 def _reads_below(module: nn.Module) -> bool:

@@ -65,15 +65,13 @@ class GradCopies:
             if param.on_host is not None:
                 self._slots[param.on_host] = len(self._slots)
                 owner = owner_of(param.model)
-                if owner is None and not param.model.requires_grad:
-                    continue  # torch takes no hook; if it is trained again, steps copy its gradient
-                if owner is None:
-                    hook = _weakly(self, GradCopies.take, param.on_host)
-                    self._hooks[id(param.model)] = param.model.register_post_accumulate_grad_hook(hook)
-                else:
+                if owner is not None:
                     # The GradSync may live longer than the copies.
                     reduced = _weakly(self, GradCopies.take_reduced, param.on_host, param.model)
                     self._hooks[id(param.model)] = owner.register_reduced_hook(param.model, reduced)
+                elif param.model.requires_grad:  # else torch takes no hook; once it is trained, steps copy its gradient
+                    hook = _weakly(self, GradCopies.take, param.on_host)
+                    self._hooks[id(param.model)] = param.model.register_post_accumulate_grad_hook(hook)
         self._slots = WeakKeyDictionary({buffers: at for at, buffers in enumerate(self._slots)})  # some may be gone
         self._copied.clear()
         self._sums = torch.zeros(len(self._slots), dtype=torch.int64, device=self._device)
