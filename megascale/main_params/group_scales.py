@@ -6,12 +6,14 @@ whole number of groups (uneven sharding is allowed then); otherwise it is [group
 """
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megascale.kernels.compact_moments import GROUP, num_groups
+from megascale.kernels.compact_moments import GROUP, decode_moments, is_scale, num_groups
+from megascale.rules import MOMENT_CODES
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import first_row, is_dtensor, row_cuts, to_local
 
@@ -53,6 +55,21 @@ def place_scales(scales: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         begin = first_element(tensor) // GROUP
         part = whole[begin : begin + shape.numel()].to(tensor.device, dtype, copy=True)
         return scales_like(tensor, part)
+
+
+def decoded_where_cut(state: Mapping[str, Any], tensor: Tensor) -> dict[str, Any]:
+    """Return the saved state of ``tensor``, its moments decoded, whole, if they are codes and ranks cut their groups.
+
+    A rank's part of such codes would begin in the middle of a group, and has no run of scales. All ranks of the DTensor
+    call it together.
+    """
+    names = [name for name, dtype in MOMENT_CODES.items() if isinstance(state.get(name), Tensor)]
+    if has_whole_groups(tensor) or not any(state[name].dtype == MOMENT_CODES[name] for name in names):
+        return dict(state)
+    if len(names) < len(MOMENT_CODES):
+        return dict(state)  # refused later: a quotient means nothing without the other moment
+    whole = {key: full_tensor(state[key].detach()) for key in (*names, *filter(is_scale, state))}
+    return {key: value for key, value in state.items() if not is_scale(key)} | decode_moments(whole)
 
 
 def _placed(part: Tensor, tensor: "DTensor") -> Tensor:

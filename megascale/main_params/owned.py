@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megascale.errors import StateDictError
+from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.sharded import ShardedMainParams
@@ -88,4 +89,5 @@ class OwnedMainParams(ShardedMainParams):
             return value.piece.to(main.main.device).view(value.shape)
 
         taken: dict[str, Any] = map_tensors(take, state)
-        return taken
+        # Of a DTensor scales were saved as rows.
+        return {key: value.reshape(-1) if is_scale(key) else value for key, value in taken.items()}

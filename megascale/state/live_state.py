@@ -11,6 +11,7 @@ from megascale.errors import StateDictError, listed
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.base import MainParams
+from megascale.main_params.group_scales import decoded_where_cut
 from megascale.state import schema as portable_state
 from megascale.state.extra_state import ExtraState
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
@@ -271,6 +272,7 @@ class LiveState(HeldState):
         if own is not None:
             return own
         is_cut = self.main_params.keeps(param)
+        placed = decoded_where_cut(placed, param if main is None else main.main)
         for key, value in placed.items():
             if is_scale(key) and is_cut:
                 placed[key] = self.main_params.to_local(param, value, value.dtype, group=GROUP)
@@ -286,7 +288,7 @@ class LiveState(HeldState):
                 )
             else:
                 placed[key] = map_tensors(lambda inner: inner.to(device, copy=True), value)
-        return dict(placed)
+        return placed
 
     def _loaded(self, state_dict: Mapping[str, Any], strict: bool) -> list[tuple[Any, Mapping[str, Any]]]:
         """Return :attr:`Plan.loaded`. Raises StateDictError. State dicts of other systems lack step counts."""
