@@ -11,17 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, ParallelGroups
+from megascale import MixedPrecisionOptimizer
 from megascale.checkpoint import Checkpointer, latest, load, save
 from megascale.checkpoint import directory as checkpoint_directory
 from megascale.errors import ArgumentTypeError, CheckpointError, RankError
 from megascale.utils import progress
 from megascale.utils.collectives import twin_group
 from tests.checkpoint_cases import build, differences, message_of, state_of, train
-from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.terminal import terminal
 
@@ -75,63 +73,6 @@ def test_resume_on_two_ranks_and_load_on_one_and_four(ranks: RankPool, tmp_path:
     for state, rank_state in ranks.run(4, _resume, tmp_path, False):
         assert rank_state is None
         assert differences(state, alone) == []
-
-
-def _sharded(seed: int, mesh: Any) -> tuple[nn.Module, MixedPrecisionOptimizer]:
-    torch.manual_seed(seed)
-    model = nn.Linear(6, 10).half()
-    for name, param in list(model.named_parameters()):
-        setattr(model, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
-    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
-    scaler = DynamicGradScaler(64.0, 1.0, 2.0, 0.5, 2, 1)
-    return model, MixedPrecisionOptimizer(inner, grad_scaler=scaler, groups=ParallelGroups.from_mesh(mesh))
-
-
-def _full(nest: Any) -> Any:
-    if isinstance(nest, DTensor):
-        return nest.full_tensor()
-    if isinstance(nest, dict):
-        return {key: _full(value) for key, value in nest.items()}
-    if isinstance(nest, list):
-        return [_full(value) for value in nest]
-    return nest
-
-
-def _save_shards(directory: Path) -> dict[str, Any]:
-    mesh = mesh_of((dist.get_world_size(),), ("fsdp",))
-    model, optimizer = _sharded(0, mesh)
-    for param in model.parameters():
-        param.grad = distribute_tensor(torch.randn(param.shape).half(), mesh, [Shard(0)])
-    optimizer.get_loss_scale()
-    optimizer.step()
-    with Checkpointer(directory, async_save=True, groups=mesh) as checkpointer:
-        checkpointer.save(1, model, optimizer)
-    return _full(state_of(model, optimizer))
-
-
-def _load_shards(directory: Path) -> dict[str, Any]:
-    mesh = mesh_of((dist.get_world_size(),), ("fsdp",))
-    model, optimizer = _sharded(1, mesh)
-    load(directory, model, optimizer, groups=mesh)
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    return _full(state_of(model, optimizer))
-
-
-def _load_whole(directory: Path) -> dict[str, Any]:
-    model = nn.Linear(6, 10).half()
-    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
-    optimizer = MixedPrecisionOptimizer(inner, grad_scaler=DynamicGradScaler(64.0, 1.0, 2.0, 0.5, 2, 1))
-    load(directory, model, optimizer)
-    return state_of(model, optimizer)
-
-
-def test_sharded_parameters_load_at_other_world_sizes(ranks: RankPool, tmp_path: Path) -> None:
-    """DTensors saved by 2 ranks (in the background) load as DTensors of 4 and 1 ranks, and as plain tensors."""
-    saved, _ = ranks.run(2, _save_shards, tmp_path)
-    for world_size in (4, 2, 1):
-        for state in ranks.run(world_size, _load_shards, tmp_path):
-            assert differences(state, saved) == [], world_size
-    assert differences(ranks.run(1, _load_whole, tmp_path)[0], saved) == []
 
 
 def _save_in_subgroup(directory: Path) -> str | None:

@@ -1,23 +1,20 @@
 """8-bit moments of DTensors: the bits of the unsharded optimizer wherever each rank has whole groups, else an error."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.checkpoint import Checkpointer
 from megascale.errors import ArgumentError
 from tests.checkpoint_cases import message_of
 from tests.meshes import mesh_of
 from tests.pool import RankPool
-from tests.training import bits_equal, same_bits
+from tests.training import same_bits
 
 SHAPES = [(8, 32), (7, 64), (3, 2, 16), (128,), (8, 16), (1, 33)]
 """Even and uneven rows of whole groups, fewer rows than ranks, one dimension, rows of half a group."""
@@ -103,70 +100,6 @@ def test_bits_of_whole_parameters(ranks: RankPool, layout: str, world: int) -> N
     """Codes, scales, main params and weights of DTensors are those of whole parameters; a skip changes nothing."""
     for dtype, remainders in ((torch.float16, False), (torch.bfloat16, True)):
         assert ranks.run(world, _both, layout, dtype, remainders) == [True] * world
-
-
-def _save(layout: str | None, directory: Path) -> dict[str, Tensor]:
-    model, optimizer = _build(layout, torch.float16)
-    _train(model, optimizer, layout, 0, 3)
-    Checkpointer(directory).save(3, model, optimizer)
-    return _whole(model, optimizer)
-
-
-def _go_on(layout: str | None, directory: Path, compact: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, optimizer = _build(layout, torch.float16, seed=1, compact=compact)
-    Checkpointer(directory).load(model, optimizer)
-    found = _whole(model, optimizer)
-    _train(model, optimizer, layout, 3, 5)
-    return found, _whole(model, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("saving", "loading"),
-    [
-        (("rows", 2), [("rows", 4), (None, 1)]),
-        pytest.param(("copies of rows", 4), [("rows", 2), ("rows of rows", 4)], marks=pytest.mark.slow),
-        pytest.param((None, 1), [("rows", 2), ("rows of rows", 4)], marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_checkpoints_travel(
-    ranks: RankPool, tmp_path: Path, saving: tuple[str | None, int], loading: list[tuple[str | None, int]]
-) -> None:
-    """What one layout saved another loads, bit for bit, and goes on with the same bits; as fp32 moments, too."""
-    saved = ranks.run(saving[1], _save, saving[0], tmp_path)[0]
-    went_on = None
-    for layout, world in loading:
-        for found, later in ranks.run(world, _go_on, layout, tmp_path, True):
-            assert same_bits(saved, found)
-            went_on = went_on or later
-            assert same_bits(went_on, later)
-    wide = [ranks.run(world, _go_on, layout, tmp_path, False)[0][0] for layout, world in loading]
-    assert not any("_scale" in key for key in wide[0])
-    assert all(same_bits(wide[0], other) for other in wide)
-
-
-def _fsdp_checkpoint(directory: Path) -> bool:
-    """Save remainders under fully_shard. Returns whether another run under it has the same main params."""
-    mains = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        model = nn.Linear(32, 64).bfloat16()
-        fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("fsdp",)))
-        config = OptimizerConfig(bf16=True, store_param_remainders=True)
-        optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), config)
-        if seed == 0:
-            model(torch.ones(4, 32).bfloat16()).float().square().mean().backward()
-            optimizer.step()
-            Checkpointer(directory).save(1, model, optimizer)
-        else:
-            Checkpointer(directory).load(model, optimizer)
-        mains.append(_whole(model, optimizer)["main weight"])
-    return bits_equal(*mains) and not bits_equal(mains[0], mains[0].bfloat16().float())
-
-
-def test_fsdp2_checkpoint_of_remainders(ranks: RankPool, tmp_path: Path) -> None:
-    """The weights that a remainder counts from are those that fully_shard saves."""
-    assert ranks.run(2, _fsdp_checkpoint, tmp_path) == [True, True]
 
 
 def _refused() -> list[str]:

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.checkpoint import Checkpointer
 from megascale.step.matrix_exchange import cuts_of
 from megascale.utils.dtensors import to_local
 from tests.meshes import mesh_of
@@ -266,35 +264,6 @@ def test_fsdp2_over_tensor_parallelism(ranks: RankPool) -> None:
     for agree, kinds in ranks.run(4, _fsdp2_over_tp):
         assert agree
         assert "_StridedShard" in kinds
-
-
-def _resumed(folder: Path, layout: str | None, load: bool) -> dict[str, Tensor]:
-    module = nn.Module()
-    params = _matrices(layout, torch.float16)
-    for index, param in enumerate(params):
-        module.register_parameter(f"w{index}", param)
-    optimizer = _wrap(params, torch.float16)
-    checkpointer = Checkpointer(folder)
-    if load:
-        checkpointer.load(module, optimizer)
-    found = _state(optimizer, params) if load else {}
-    _train(optimizer, params, layout, STEPS if load else 0)
-    if not load:
-        checkpointer.save(1, module, optimizer)
-        found = _state(optimizer, params)
-    return found | {f"end {key}": value for key, value in _state(optimizer, params).items() if load}
-
-
-@pytest.mark.slow
-def test_checkpoints_load_in_every_layout(ranks: RankPool, tmp_path: Path) -> None:
-    """Saved by four ranks, loaded by two by two, by two, and by one that holds everything: the same bits go on."""
-    [saved, *_] = ranks.run(4, _resumed, tmp_path, "rows", False)
-    ends = []
-    for world, layout in ((4, "2x2, copies"), (4, "2x2, cut twice"), (2, "columns"), (1, None)):
-        for found in ranks.run(world, _resumed, tmp_path, layout, True):
-            assert same_bits(saved, {key: value for key, value in found.items() if not key.startswith("end ")})
-            ends.append({key: value for key, value in found.items() if key.startswith("end ")})
-    assert all(same_bits(ends[0], end) for end in ends)
 
 
 def _fsdp2(sizes: tuple[int, ...]) -> tuple[dict[str, Tensor], list[bool]]:

@@ -1,7 +1,6 @@
 """DistributedOptimizer with shard="parameters": whole parameters on one rank each, for any optimizer."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, ParallelGroups
-from megascale.checkpoint import Checkpointer
 from megascale.errors import InnerStepError, StateDictError
 from megascale.grad_sync import GradSync
 from tests.counting import OperatorCounter
 from tests.distributed.test_distributed_optimizer import SIZES, _Messages, batch, config_of, net, same, scaler, weights
-from tests.distributed.test_sharded_checkpoint import Model
 from tests.meshes import hybrid_groups
 from tests.pool import RankPool
 from tests.training import Sign
@@ -232,75 +229,6 @@ def test_backends_by_device(ranks: RankPool) -> None:
     """A group with a backend for each kind of device, as docs/fsdp2.md asks for: what counts is the parameters'."""
     alone, by_device = (ranks.run(2, _over_a_group_of, backend) for backend in ("gloo", "cpu:gloo"))
     assert all(map(same, alone, by_device))
-
-
-def _made(mode: str, inner: str, seed: int) -> tuple[nn.Module, MixedPrecisionOptimizer]:
-    torch.manual_seed(seed)
-    module = Model().half()
-    return module, build_replicated(module, inner) if mode == "replicated" else build(module, inner, shard=mode)
-
-
-def _first_save(mode: str, inner: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    module, optimizer = _made(mode, inner, 0)
-    for step in range(3):
-        assert take_step(optimizer, module, step)
-    Checkpointer(folder).save(3, module, optimizer)
-    saved = everything(optimizer, module)
-    take_step(optimizer, module, 3)
-    return saved, everything(optimizer, module)
-
-
-def _load_and_save(
-    mode: str, inner: str, source: Path, folder: Path
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    module, optimizer = _made(mode, inner, 1)
-    take_step(optimizer, module, 7)
-    Checkpointer(source).load(module, optimizer)
-    Checkpointer(folder).save(3, module, optimizer)
-    loaded = everything(optimizer, module)
-    again, other = _made(mode, inner, 2)
-    other.load_state_dict(optimizer.state_dict())  # whole, in host memory
-    by_dict = everything(other, again)
-    take_step(optimizer, module, 3)
-    return loaded, by_dict, everything(optimizer, module)
-
-
-ELEMENTWISE = [(2, "parameters"), (3, "elements"), (2, "parameters"), (1, "replicated"), (2, "parameters")]
-OTHERS = [(2, "parameters"), (3, "parameters"), (1, "replicated"), (2, "parameters")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("inner", "ways"),
-    [
-        ("soap", [(2, "parameters"), (1, "replicated"), (2, "parameters")]),
-        *(
-            pytest.param(inner, ways, marks=pytest.mark.slow)
-            for inner, ways in [
-                ("adamw", ELEMENTWISE),
-                ("soap", OTHERS),
-                ("muon", OTHERS),
-                ("adafactor", OTHERS),
-                ("shampoo", OTHERS),
-                ("lamb", [(4, "parameters"), (1, "parameters"), (3, "replicated"), (4, "parameters")]),
-            ]
-        ),
-    ],
-)
-def test_any_ranks_and_shards_load_what_any_saved(
-    ranks: RankPool, tmp_path: Path, inner: str, ways: list[tuple[int, str]]
-) -> None:
-    """Invariant 4: saved, loaded on other ranks in another form, saved, and back: bits and the next step."""
-    world, mode = ways[0]
-    [(saved, went_on), *_] = ranks.run(world, _first_save, mode, inner, tmp_path / "0")
-    for index, (world, mode) in enumerate(ways[1:], start=1):
-        folders = tmp_path / f"{index - 1}", tmp_path / f"{index}"
-        results = ranks.run(world, _load_and_save, mode, inner, *folders)
-        for loaded, by_dict, after in results:
-            assert same(loaded, saved)
-            assert same(*({key: held[key] for key in held if key.startswith(".")} for held in (by_dict, saved)))
-            if (world, mode) == ways[0]:
-                assert same(after, went_on)
 
 
 def _unportable() -> str:
