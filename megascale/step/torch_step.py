@@ -38,7 +38,7 @@ class GeneralUpdate(InnerUpdate):
         self.inner_step = inner_step or InnerStep(optimizer)
         # Of these it is known that they keep no 16-bit state of their own accord, and hold no other optimizer.
         kind = type(optimizer)
-        self._is_torchs = kind in BY_KIND or kind.__module__.startswith("torch.optim.")
+        self._is_torchs = kind in BY_KIND or kind.__module__.split(".")[:2] == ["torch", "optim"]
         self._holders = {"": optimizer}  # found in the first half of a step, for the second
 
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:

@@ -72,7 +72,7 @@ REFUSED = [
     (["steps=${nothing}"], "steps: .*nothing"),
     (["steps="], "steps: "),
     (["optimizer.sharded=2x"], "optimizer.sharded: Value '2x' is not a valid bool"),
-    (["scaler.scal=1"], "scaler.scal: Key 'scal' not in 'ScalerConfig'; --help lists all keys"),
+    (["scaler.scal=1"], "Key 'scal' not in 'ScalerConfig'"),
     (["lr=1"], "argument 'lr=1': lr: Key 'lr' not in 'TrainConfig'"),
     (["scaler=static"], "argument 'scaler=static': scaler: "),
     (["--steps", "3"], "argument '--steps' is not of the form key=value"),
@@ -104,7 +104,7 @@ BAD_FILES = [
     ("stepz: 3\n", "stepz: Key 'stepz' not in 'TrainConfig'"),
     ("scaler:\n  scle: 3\n", "scaler.scle: Key 'scle' not in"),
     ("steps: [1, 2]\n", "steps: "),
-    ("- 1\n- 2\n", "Cannot merge DictConfig with ListConfig"),
+    ("- 1\n- 2\n", "Cannot merge"),
     ("a: b: c\n", "mapping values are not allowed"),
 ]
 
