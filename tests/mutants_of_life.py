@@ -36,7 +36,7 @@ def lived(copy: Copy, given: argparse.Namespace, environment: dict[str, str]) ->
     except subprocess.TimeoutExpired:
         return "the time limit"
     lines = [line.strip() for line in done.stderr.splitlines() if "Error" in line] or ["an error"]
-    return "" if done.returncode == 0 else lines[-1][:200]
+    return "" if done.returncode == 0 else lines[-1][-200:]
 
 
 def executed(copy: Copy, sample: list[Mutant], given: argparse.Namespace) -> list[Mutant]:
