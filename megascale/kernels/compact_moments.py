@@ -135,19 +135,14 @@ def encode_quotient(exp_avg: Tensor, root: Tensor, dithers: Tensor) -> tuple[Ten
     magnitude = quotient.view(torch.int32) & 0x7FFFFFFF
     largest = grouped(magnitude).amax(1, keepdim=True).view(torch.float32)
     scale = torch.where(largest < LEAST_QUOTIENT, 0.0, largest / 127)
+    # The dither of codes rounded to nearest: bits 3 to 15 as (k + 1/2) / 2**13 - 1/2. Kernels put these bits at
+    # the top of the mantissa of a number between 1 and 2, and take 1.5 away.
+    mantissa = (dithers << TO_MANTISSA) & MANTISSA_BITS
+    around_zero = (mantissa | ABOVE_ONE).to(torch.int32).view(torch.float32) - 1.5
     # A scale of 0 makes inf or NaN here, and one that is not finite NaN: all become code 0.
-    dithered = grouped(quotient) * (1 / scale) + grouped(_around_zero(dithers))
+    dithered = grouped(quotient) * (1 / scale) + grouped(around_zero)
     codes = dithered.round_().nan_to_num_(0.0, 0.0, 0.0)
     return flat_of(codes, exp_avg).to(FIRST_DTYPE), scale.view(-1)
-
-
-def _around_zero(dithers: Tensor) -> Tensor:
-    """Return the dither of codes that are rounded to nearest, fp32: bits 3 to 15 as (k + 1/2) / 2**13 - 1/2.
-
-    Kernels put these bits at the top of the mantissa of a number between 1 and 2, and take 1.5 away.
-    """
-    mantissa = (dithers << TO_MANTISSA) & MANTISSA_BITS
-    return (mantissa | ABOVE_ONE).to(torch.int32).view(torch.float32) - 1.5
 
 
 def decode_quotient(codes: Tensor, scale: Tensor, root: Tensor) -> Tensor:

@@ -248,17 +248,15 @@ def _kind(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [next((rule for rule in known if rule in name), name)]
 
 
-def _decoupled(optimizer: torch.optim.Optimizer) -> list[Any]:
-    kinds = tuple(kind for rule in RULES for kind in rule.decoupled)
-    return [bool(optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, kinds)))]
-
-
+_DECOUPLED = tuple(kind for rule in RULES for kind in rule.decoupled)
 _OF_OPTIMIZER: dict[str, Callable[[torch.optim.Optimizer], list[Any]]] = {
     "optimizer": _kind,
     # A schedule that was built first has changed the rate already.
     "lr": lambda optimizer: [*values_of("lr")(optimizer), *values_of("initial_lr")(optimizer)],
     "weight_decay": values_of("weight_decay"),
-    "decoupled_weight_decay": _decoupled,
+    "decoupled_weight_decay": lambda optimizer: [
+        bool(optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, _DECOUPLED)))
+    ],
     # The dtypes that a second moment may have, where there is one: others check what they support.
     SECOND: lambda optimizer: [] if isinstance(optimizer, kinds_without(SECOND)) else list(MOMENT_DTYPES[SECOND]),
     **{name: values for rule in RULES for name, values in rule.fields.items()},

@@ -69,7 +69,12 @@ class FactsOfSteps:
             times_replaced: how often main params were loaded, or reloaded from the model.
             call: what gradients are measured for.
         """
-        facts: dict[tuple[Kind, Topic], Facts] = {(None, Topic.SCALER): _of_scaler(scaler)}
+        facts: dict[tuple[Kind, Topic], Facts] = {
+            (None, Topic.SCALER): {
+                "grad_scaler (its rule, and the state that was loaded)": scaler and comparable(scaler.settings()),
+                "the loss scale": scaler and number_in(scaler.live_scale),  # where that lies in host memory
+            }
+        }
         absent = dict(
             chain.from_iterable(member.absent(own).items() for member, own in zip(members, collected, strict=True))
         )
@@ -140,14 +145,6 @@ def _counts(members: Sequence[StepMember], times_replaced: int, call: str) -> Fa
         "the call": call,
         "the number of times that main params were loaded or reloaded": times_replaced,
         "the number of steps taken": steps[0] if len(steps) == 1 else tuple(steps),
-    }
-
-
-def _of_scaler(scaler: MegatronGradScaler | None) -> Facts:
-    """Return the rule of a scaler, and its scale where that lies in host memory."""
-    return {
-        "grad_scaler (its rule, and the state that was loaded)": scaler and comparable(scaler.settings()),
-        "the loss scale": scaler and number_in(scaler.live_scale),
     }
 
 

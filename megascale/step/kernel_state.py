@@ -373,7 +373,7 @@ def _shared(
     What has no memory, or too little, shares none: :func:`_check` refuses it. Step counts at one address are one.
     """
     memory = (*state, *others)
-    parts = [_parts(one.tensors) for one in memory]
+    parts = [list(map(held, one.tensors)) for one in memory]  # of a DTensor its own local tensor, no new view of it
     try:
         if not overlapping([part for some in parts for part in some]):
             return None
@@ -406,11 +406,6 @@ def _address(tensor: Tensor) -> int:
 
 def _is_there(tensor: Tensor) -> bool:
     return memory_fault(tensor) is None
-
-
-def _parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the tensor that each holds here: of a DTensor its own local tensor, not a new view of it."""
-    return tensors if set(map(type, tensors)) <= {Tensor, torch.nn.Parameter} else list(map(held, tensors))
 
 
 # Options of param groups

@@ -6,8 +6,6 @@ It reads the agreed statistics that the host has anyway, so that every rank noti
 import math
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from megascale.errors import MinScaleError, SkippedStepsError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.host_view import HostView, known_values
@@ -118,7 +116,11 @@ class StallWatch(StepObserver):
             MinScaleError: for more overflows in a row at the smallest loss scale than were allowed.
             NonFiniteParamError: for a main param that is not finite, if steps are skipped.
         """
-        skipped = self._sees_spikes and self._was_skipped(record.found_inf)
+        skipped, found_inf = False, record.found_inf
+        if self._sees_spikes and not is_capturing(found_inf.device):
+            # Of the newest step that the host knows of: on a CPU this one, else the one before.
+            known = known_values(found_inf.reshape(1), self._view, late=found_inf.device.type != "cpu")
+            skipped = known is not None and known != [0.0]
         if agreed is None:
             return
         scaler = record.scaler
@@ -184,15 +186,6 @@ class StallWatch(StepObserver):
                 f"{self._skips} steps in a row were skipped: {self._why_skipped()}",
                 RuntimeWarning,
             )
-
-    def _was_skipped(self, found_inf: Tensor) -> bool:
-        """Return whether the newest step that the host knows of was skipped, for whatever reason: on a CPU this one,
-        else the one before. False while a graph is captured.
-        """
-        if is_capturing(found_inf.device):
-            return False
-        known = known_values(found_inf.reshape(1), self._view, late=found_inf.device.type != "cpu")
-        return known is not None and known != [0.0]
 
     def _why_skipped(self) -> str:
         if self._spikes == 0:

@@ -146,17 +146,14 @@ class PlanCache:
             refuse_capture(device, capturing)
             plan = self._plans[key] = _make_plan(columns, beside, grads)
             self._nbytes += _nbytes(plan)
-            self._evict()
+            while self._nbytes > CACHE_BYTES and len(self._plans) > 2:
+                _, oldest = self._plans.popitem(last=False)
+                self._nbytes -= _nbytes(oldest)
         elif capturing:
             self._captured[key] = plan  # replays read the table for as long as the graph lives
         else:
             self._plans.move_to_end(key)
         return plan
-
-    def _evict(self) -> None:
-        while self._nbytes > CACHE_BYTES and len(self._plans) > 2:
-            _, plan = self._plans.popitem(last=False)
-            self._nbytes -= _nbytes(plan)
 
 
 def refuse_capture(device: torch.device, capturing: bool) -> None:
@@ -172,18 +169,14 @@ def _nbytes(plan: Plan) -> int:
     return sum(table.nbytes for table in plan.tables)
 
 
-def _check_devices(columns: Sequence[TensorList], device: torch.device) -> None:
-    for column in columns:
-        for other in column.forms.devices - {device}:
-            raise ArgumentError(f"tensors of one kernel call are on {device} and on {other}; put them on one")
-
-
 def _make_plan(
     columns: Sequence[TensorList], beside: Mapping[int, TensorList | Numbers], grads: TensorList | None
 ) -> Plan:
     every = [*columns] if grads is None else [*columns, grads]
     device, numels = every[0][0].device, every[0].forms.numels
-    _check_devices([*every, *(one for one in beside.values() if isinstance(one, TensorList))], device)
+    for column in (*every, *(one for one in beside.values() if isinstance(one, TensorList))):
+        for other in column.forms.devices - {device}:
+            raise ArgumentError(f"tensors of one kernel call are on {device} and on {other}; put them on one")
     codes = np.stack([column.forms.dtype_codes(_CODES) for column in every], axis=1)
     takes = _takes(every, codes, has_main=len(columns) > 0)
     for scales in (one for index, one in beside.items() if index in SCALES and isinstance(one, TensorList)):
@@ -224,13 +217,6 @@ def _alike(codes: NDArray[np.int64], rows: NDArray[np.int64]) -> list[NDArray[np
     return [rows[kinds.reshape(-1) == kind] for kind in range(int(kinds.max()) + 1)]
 
 
-def _alignments(dtypes: Dtypes) -> NDArray[np.int64]:
-    """Return how many bytes each tensor of a row must be aligned to for vector access."""
-    vector = CODES_VECTOR if set(CODE_DTYPES) & set(dtypes) else UPDATE_VECTOR
-    sizes = [dtype.itemsize if dtype is not None else torch.float32.itemsize for dtype in dtypes]
-    return np.array([min(vector * size, VECTOR) for size in sizes], dtype=np.int64)
-
-
 def _make_table(
     dtypes: Dtypes,
     grad_dtype: torch.dtype | None,
@@ -256,7 +242,11 @@ def _make_table(
     rows[:, SLOT] = members
     for index, values in beside.items():
         rows[:, index] = values
-    rows[:, ALIGNED] = (pointers % _alignments(dtypes) == 0).all(axis=1)
+    # For vector access each tensor of a row must be aligned to that many bytes.
+    vector = CODES_VECTOR if set(CODE_DTYPES) & set(dtypes) else UPDATE_VECTOR
+    sizes = [dtype.itemsize if dtype is not None else torch.float32.itemsize for dtype in dtypes]
+    alignments = np.array([min(vector * size, VECTOR) for size in sizes], dtype=np.int64)
+    rows[:, ALIGNED] = (pointers % alignments == 0).all(axis=1)
     rows[:, TENSORS:] = pointers
     chunk_rows = np.repeat(np.arange(len(members)) | members << 32, num_chunks)
     placed = copied(np.concatenate([rows.reshape(-1), chunk_rows]), device)

@@ -4,7 +4,7 @@ Triton's own look-up at every launch costs the host more time than the launch it
 """
 
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ def launch(
         interpreted: the kernel runs in Triton's interpreter.
     """
     device = arguments[0].device
-    with _on(device):
+    # Triton launches on the current device.
+    with nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index):
         kind = _kind(kernel, device, arguments, constants, options)
         known = _COMPILED.get(kind)
         if known is not None:
@@ -51,8 +52,3 @@ def _kind(
     """Return the key of the compiled code that serves this launch."""
     types = [argument.dtype if isinstance(argument, Tensor) else type(argument) for argument in arguments]
     return kernel.fn, device, *options.items(), *types, *constants.items()
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` the current one, on which Triton launches."""
-    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
