@@ -405,7 +405,8 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
         Raises:
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
-            RankError, or another: of a hook; all ranks raise it. After that of a post hook all is loaded.
+            RankError, or another: of a hook; all ranks raise it. After that of a post hook all is loaded. So is an error
+                while values are copied, as of memory: a part is loaded then, and the load is to be repeated.
         """
         require_values(self.device)
         error: Exception | None = None
@@ -425,7 +426,11 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             error = caught
         raise_together(error, self.groups.grad_stats)
         for live, plan in planned:
-            live.apply(plan)
+            try:
+                live.apply(plan)
+            except Exception as caught:  # the optimizers of a chain that follow gather weights, for which others wait
+                error = error or caught
+        raise_together(error, self.groups.grad_stats)
         self.recipe.start_anew(is_whole=strict)
         # Of a chain, and of every rank, they are the same.
         if (

@@ -39,6 +39,10 @@ LOAD_BREAKS: dict[str, tuple[Break, str]] = {
     "hook": (lambda _, whole: whole.register_load_state_dict_pre_hook(_full_disk), "rank 1: OSError: No space left"),
     "post hook": (lambda _, whole: whole.register_load_state_dict_post_hook(_full_disk), "rank 1: OSError: No space"),
     "groups": SAVE_BREAKS["groups"],
+    "update": (
+        lambda part, _: setattr(part.recipe.members[0].update, "create_states", _full_disk),
+        "rank 1: OSError: No",
+    ),
 }
 DIFFERENT: dict[str, tuple[Break, str]] = {
     "lacks_state": (lambda part, _: _first_state(part).pop("exp_avg"), "rank 1 holds state of 'weight' under other"),
