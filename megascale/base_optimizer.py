@@ -405,8 +405,8 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
         Raises:
             StateDictError, MainParamOverflowError: on every rank alike; nothing has changed.
-            RankError, or another: of a hook; all ranks raise it. After that of a post hook all is loaded. So is an error
-                while values are copied, as of memory: a part is loaded then, and the load is to be repeated.
+            RankError, or another: of a hook; all ranks raise it. After that of a post hook all is loaded. After one
+                while values are copied, as of memory, a part is: load again.
         """
         require_values(self.device)
         error: Exception | None = None

@@ -1,6 +1,7 @@
 """One decision on every rank: poison anywhere, groups of every kind, errors on all ranks alike."""
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,41 @@ from megascale.errors import ArgumentError, GradientError, MainParamOverflowErro
 from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import INNER, Bag, Tiny, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot, wrap
+
+POISON_INNER = ["adamw_fused", "adamw_foreach", "sgd_momentum_fused"]
+
+
+def _poison_every_rank_in_turn(inner: str, poison: float) -> list[Any]:
+    module = model()
+    optimizer = wrap(module, INNER[inner], clip_grad=1.0)
+    scales = []
+    for bad_rank in range(dist.get_world_size()):
+        for name in ("first.weight", "norm.bias", "head.weight"):
+            set_grads(module, seed=7)
+            assert bool(optimizer.step().success)
+            before = snapshot(optimizer, module)
+            set_grads(module, seed=8)
+            if dist.get_rank() == bad_rank:
+                grad_of(dict(module.named_parameters())[name]).view(-1)[-1] = poison
+            assert not bool(optimizer.step().success)
+            assert same_bits(before, snapshot(optimizer, module))
+            scales.append(optimizer.state_dict()["grad_scaler"])
+    return [scales, snapshot(optimizer, module), optimizer.num_skipped_steps.item()]
+
+
+@pytest.mark.default("1-adamw_fused-inf", "4-adamw_foreach-nan")
+@pytest.mark.parametrize(("world", "inner", "poison"), list(product([1, 2, 4], POISON_INNER, [math.inf, math.nan])))
+def test_poison_on_any_rank_skips_all(ranks: RankPool, world: int, inner: str, poison: float) -> None:
+    """Invariants 1 and 2: one bad element on one rank, each rank and several tensors in turn: all skip, no bit changes.
+
+    torch's ShardedGradScaler with a fused optimizer lets the ranks diverge here.
+    """
+    results = ranks.run(world, _poison_every_rank_in_turn, inner, poison)
+    first_scales, first_state, _ = results[0]
+    for scales, state, skipped in results:
+        assert scales == first_scales
+        assert same_bits(state, first_state)
+        assert skipped == 3 * world
 
 
 def _collectives(num_tensors: int, count_zeros: bool) -> tuple[int, int]:
