@@ -223,7 +223,7 @@ def test_compiled_steps_have_the_bits_of_others(ranks: RankPool, cell: Cell, way
     A compiled step() was a segmentation fault after plain steps, and an AssertionError in a fresh process.
     All eighteen cells exist.
     """
-    _check(way, ranks.run(cell.world_size, _compare, (way, backend), _wrapped, cell))
+    _check(way, ranks.run(cell.world_size, _compare, (way, backend), _wrapped, cell, timeout=240))
 
 
 @pytest.mark.slow
