@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint import remainders, renaming
-from megascale.checkpoint.agreement import named, raise_on_all_ranks
+from megascale.checkpoint.agreement import gathered, named, raise_on_all_ranks
 from megascale.checkpoint.contents import (
     SavedOptimizer,
     bare,
@@ -108,11 +108,21 @@ def load(
             manifest = Manifest.read(folder)
         is_shown = progress and group_rank(group) == 0
         _verify(folder, manifest, is_shown, group)
-        with raise_on_all_ranks(f"read {folder}", group):
-            staged = _stage(folder, manifest, model, optimizer, strict, is_shown, group)
+        found: list[_Staged] = []
+
+        def stage() -> bool:
+            found.append(_stage(folder, manifest, model, optimizer, strict, is_shown, group))
+            return found[0].in_place is not None
+
+        # A rank that owns nothing reads nothing in place, and must take part where others do.
+        is_in_place = any(gathered(f"read {folder}", stage, group))
+        [staged] = found
         skipped = list(staged.problems)
         if optimizer is not None and staged.optimizer_state is not None:
-            _load_optimizer(folder, optimizer, staged.optimizer_state, staged.in_place, strict, is_shown, group)
+            if is_in_place:
+                _load_in_place(folder, optimizer, staged.optimizer_state, staged.in_place, strict, is_shown, group)
+            else:  # validates all of it, on all ranks, before it changes anything
+                optimizer.load_state_dict(staged.optimizer_state, strict=strict)
             if not strict:
                 skipped += _left_out_of(optimizer, staged.optimizer_state, group)
         with raise_on_all_ranks("load the weights into the model", group):
@@ -251,7 +261,7 @@ def _leave_to_optimizer(
             del weights[name]
 
 
-def _load_optimizer(
+def _load_in_place(
     folder: Path,
     optimizer: SavedOptimizer,
     state_dict: dict[str, Any],
@@ -260,14 +270,12 @@ def _load_optimizer(
     is_shown: bool,
     group: ProcessGroup | None,
 ) -> None:
-    """Fill the live shards, if any, then load the rest into the optimizer."""
-    if in_place is None:
-        # Validates all of it, on all ranks, before it changes anything.
-        optimizer.load_state_dict(state_dict, strict=strict)
-        return
+    """Fill the live shards, then load the rest into the optimizer. ``in_place``: None on a rank that has no shard."""
     try:
-        with raise_on_all_ranks(f"read {folder}", group), progress_bar("reading", in_place.nbytes, wanted=is_shown):
-            in_place.read()
+        with raise_on_all_ranks(f"read {folder}", group):
+            if in_place is not None:
+                with progress_bar("reading", in_place.nbytes, wanted=is_shown):
+                    in_place.read()
         optimizer.load_state_dict(state_dict, strict=strict)
     except MegascaleError as error:
         raise CheckpointError(

@@ -186,6 +186,7 @@ TABLES: dict[str, list[Run]] = {
         Run("parameters", 2, "16bit"),
         Run("fsdp2", 2, "remainders"),
         Run("elements", 4),
+        Run("parameters", 4, "remainders"),
     ],
     **{form: [Run(*layout, form) for layout in LAYOUTS] for form in ("fp32", "16bit", "remainders")},
     "8bit": [Run(*layout, "8bit", shapes=(*SHAPES, (), (0, 3))) for layout in CUT_ANYWHERE],
