@@ -195,7 +195,9 @@ def _check(way: str, every_rank: list[list[tuple[bool, int, set[str]]]]) -> None
 
 
 def _inductor(*values: Any) -> Any:
-    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.skipif(without_cxx() is not None, reason="C++")])
+    return pytest.param(
+        *values, marks=[pytest.mark.release, pytest.mark.skipif(without_cxx() is not None, reason="C++")]
+    )
 
 
 QUICK = [Cell(torch.float16, "replicated"), Cell(torch.float16, "zero1"), Cell(torch.bfloat16, "fsdp2")]
@@ -208,7 +210,7 @@ WAYS = ("whole", "alone")
         *(pytest.param(cell, "whole", "aot_eager", marks=pytest.mark.slow) for cell in QUICK),
         pytest.param(QUICK[0], "alone", "eager"),
         *(
-            pytest.param(cell, way, "eager", marks=pytest.mark.slow)
+            pytest.param(cell, way, "eager", marks=pytest.mark.slow if cell in QUICK else pytest.mark.release)
             for cell in CELLS
             for way in WAYS
             if (cell, way) != (QUICK[0], "alone")
