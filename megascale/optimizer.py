@@ -140,8 +140,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
             own = {names[id(param)]: param for param in group["params"] if param.requires_grad}
             trained |= own
             group_of |= dict.fromkeys(own, index)
-        may_differ, remedy = self._replicas_may_differ, "pass replicas_may_differ=True"
-        require_same(trained.items(), self.groups, remedy, group_of, values_may_differ=may_differ)
+        require_same(trained.items(), self.groups, group_of, values_may_differ=self._replicas_may_differ)
 
     def _make_main_params(self, named: Iterable[tuple[str, Tensor]]) -> MainParams:
         """Return the MainParams; here every rank has all of them. ``named``: parameters that were given names."""

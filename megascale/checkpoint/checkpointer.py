@@ -27,7 +27,7 @@ from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
 from megascale.utils import call_site, validate, wording
 from megascale.utils.collectives import broadcast_object, group_rank, group_size, twin_group
-from megascale.utils.consensus import first_other_rank
+from megascale.utils.consensus import differing, explained
 from megascale.utils.progress import progress_bar
 from megascale.utils.unraised import UnraisedError
 
@@ -191,18 +191,16 @@ class Checkpointer:
             return {"step": step, **contents.digest}, contents.rank_tree, replicas
 
         seen = gathered("collect the state", look, self._group)
-        if other := first_other_rank([digest for digest, _, _ in seen]):
-            rank, parts = other
+        if difference := explained(dict(enumerate(digest for digest, _, _ in seen))):
             raise CheckpointError(
-                f"rank {rank} saves another {' and '.join(parts)} than rank 0 (names, shapes, dtypes or plain values "
-                "differ); pass the same on every rank, and what differs by design as rank_state"
+                f"ranks save different contents: {difference} (checksums of names, shapes, dtypes and plain values); "
+                "pass the same on every rank, and what differs by design as rank_state"
             )
-        if other := first_other_rank([replicas for _, _, replicas in seen]):
-            rank, parted = other
+        if parted := differing(dict(enumerate(replicas for _, _, replicas in seen))):
             raise CheckpointError(
-                f"rank {rank} holds other values than rank 0 of {listed(parted)}: the replicas have diverged, and "
-                "a checkpoint stores only one of them; reduce their gradients (DistributedDataParallel, or a "
-                "GradSync), or pass check_replicas=False to save the first rank's"
+                f"ranks hold other values of {listed(parted)}: the replicas have diverged, and a checkpoint stores "
+                "only one of them; reduce their gradients (DistributedDataParallel, or a GradSync), or pass "
+                "check_replicas=False to save the first rank's"
             )
         return collected[0], [tree for _, tree, _ in seen]
 

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
 from megascale.grad_sync.bucket import FlatBucket, main_grad_dtype
 from megascale.grad_sync.clipping_by_hand import refuse_while_there
-from megascale.grad_sync.construction import Construction, param_forms, ranks_by_field
+from megascale.grad_sync.construction import KIND, Construction, param_forms, ranks_by_field
 from megascale.grad_sync.grad_hook import GradHook, find_under_ddp, require_unowned
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, BufferLayout, ParamSize, build_layouts
 from megascale.grad_sync.owners import update_cost
@@ -201,11 +201,13 @@ class GradSync:
         ``experts``: list the parameters of experts; False: all others.
         """
         named = (item for bucket in self.buckets for item in bucket.params.items())
-        synced = param_forms((name, param) for name, param in named if is_expert(param) == experts)
-        arguments = {name: str(value) for name, value in self._message_arguments().items()}
-        return Construction(
-            self.owner_kind, arguments, ranks_by_field(self._groups), {"the GradSync's buckets": synced}
-        )
+        synced = ((name, param) for name, param in named if is_expert(param) == experts)
+        facts = {
+            KIND: f"a {self.owner_kind}",
+            **{name: str(value) for name, value in self._message_arguments().items()},
+            **param_forms("the GradSync's buckets", synced),
+        }
+        return Construction(facts, ranks_by_field(self._groups), {})
 
     def _message_arguments(self) -> dict[str, object]:
         """Return the arguments that decide about messages, by name."""

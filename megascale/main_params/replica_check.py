@@ -1,21 +1,17 @@
 """Finds parameters that differ between ranks that should hold the same, and broadcasts or refuses them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megascale.errors import ArgumentError, MegascaleError, listed
-from megascale.grad_sync.construction import Construction, Digest, exchange, param_forms
+from megascale.grad_sync.construction import KIND, Construction, exchange, param_forms
 from megascale.grad_sync.grad_hook import owner_of
 from megascale.grad_sync.sync import GradSync
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import broadcast_, group_size
-from megascale.utils.consensus import differences
-
-BROADCAST = "pass broadcast_params=True to take the first rank's"
+from megascale.utils.consensus import differing
 
 
 @torch.no_grad()
@@ -32,8 +28,7 @@ def broadcast_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], g
 def require_same(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     groups: ParallelGroups,
-    remedy: str,
-    group_of: Mapping[str, int] | None = None,
+    group_of: Mapping[str, int],
     *,
     values_may_differ: bool = False,
 ) -> None:
@@ -45,7 +40,6 @@ def require_same(
     Args:
         named_parameters: in the optimizer's order.
         groups: the optimizer's.
-        remedy: what allows other values.
         group_of: the param group of each parameter, by name.
         values_may_differ: leave out the values and the param groups.
 
@@ -54,69 +48,47 @@ def require_same(
             GradSyncs are then detached from their parameters. Also if a parameter is not the same on all ranks.
     """
     named = [(name, param) for name, param in named_parameters if not param.is_meta]
-    for experts in _kinds(named):
+    for experts in sorted({is_expert(param) for _, param in named}):
         own = {name: param for name, param in named if is_expert(param) == experts}
         holders = groups.of_param(next(iter(own.values()))).holders
-        if group_size(holders) > 1:
-            compared_groups = None if values_may_differ else group_of
-            require_same_values(_exchange_synced(own, holders, compared_groups, values_may_differ), remedy)
+        if group_size(holders) == 1:
+            continue
+        owners = {id(owner): owner for owner in map(owner_of, own.values()) if isinstance(owner, GradSync)}
+        syncs = list(owners.values())
+        error: Exception | None = None
+        mine: Construction | None = None
+        try:
+            built = (
+                syncs[0].construction(experts=experts)
+                if syncs
+                else Construction({KIND: "a MixedPrecisionOptimizer"}, {}, {})
+            )
+            forms = param_forms("the optimizer", own.items(), {} if values_may_differ else group_of)
+            facts = {KIND: built.facts[KIND], "replicas_may_differ": values_may_differ, **forms, **built.facts}
+            mine = Construction(facts, built.groups, {} if values_may_differ else digests(own))
+        except Exception as caught:  # whatever it is: other ranks wait
+            error = caught
+        try:
+            every = exchange(mine, error, holders)
+        except MegascaleError:
+            for sync in syncs:
+                sync.detach()
+            raise
+        require_same_values(every)
 
 
-def _exchange_synced(
-    params: Mapping[str, nn.Parameter],
-    holders: ProcessGroup | None,
-    group_of: Mapping[str, int] | None,
-    values_may_differ: bool,
-) -> list[Construction]:
-    """Return what every rank builds. Where that differs no parameter stays with its GradSync, on any rank."""
-    syncs = list({id(owner): owner for owner in map(owner_of, params.values()) if isinstance(owner, GradSync)}.values())
-    error: Exception | None = None
-    mine: Construction | None = None
-    try:
-        mine = _synced(params, syncs, group_of, values_may_differ)
-    except Exception as caught:  # whatever it is: other ranks wait
-        error = caught
-    try:
-        return exchange(mine, error, holders)
-    except MegascaleError:
-        for sync in syncs:
-            sync.detach()
-        raise
-
-
-def _synced(
-    params: Mapping[str, nn.Parameter],
-    syncs: Sequence[GradSync],
-    group_of: Mapping[str, int] | None,
-    values_may_differ: bool,
-) -> Construction:
-    """Return what this rank builds around parameters of one kind, dense or experts, that ``syncs`` reduce."""
-    experts = is_expert(next(iter(params.values())))
-    built = syncs[0].construction(experts=experts) if syncs else Construction("MixedPrecisionOptimizer")
-    return replace(
-        built,
-        arguments={**built.arguments, "replicas_may_differ": str(values_may_differ)},
-        parameters={"the optimizer": param_forms(params.items(), group_of), **built.parameters},
-        values={} if values_may_differ else digests(params),
-    )
-
-
-def require_same_values(built: Sequence[Construction], remedy: str = BROADCAST) -> None:
+def require_same_values(built: Sequence[Construction]) -> None:
     """Raise ArgumentError if a parameter has not the same value on all ranks, naming it. ``built``: by every rank."""
-    values = {rank: construction.values for rank, construction in enumerate(built)}
-    differing = list(dict.fromkeys(difference.label for difference in differences(values)))
-    if differing:
+    names = differing({rank: construction.values for rank, construction in enumerate(built)})
+    if names:
         raise ArgumentError(
-            f"parameters differ between data-parallel ranks: {listed(differing)}; seed every rank alike or load the "
-            f"same weights, or {remedy}"
+            f"parameters differ between data-parallel ranks: {listed(names)}; seed every rank alike or load the same "
+            "weights, or pass broadcast_params=True to a DistributedOptimizer to take the first rank's. If these "
+            "replicas are different models on purpose, pass replicas_may_differ=True to a MixedPrecisionOptimizer"
         )
 
 
-def _kinds(named: list[tuple[str, nn.Parameter]]) -> list[bool]:
-    return sorted({is_expert(param) for _, param in named})
-
-
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Return, by name, a digest that is equal where two ranks hold the same bits: dtype, shape, two sums modulo 2**64.
 
     One pass over the tensors. The host waits once for each device that they are on.

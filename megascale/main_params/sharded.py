@@ -6,7 +6,6 @@ reduced gradients, writes them into flat buckets that the model's parameters are
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,7 +15,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from megascale.config import StepConfig
-from megascale.errors import StateDictError, listed
+from megascale.errors import StateDictError
 from megascale.grad_sync.construction import Construction, exchange, param_forms
 from megascale.grad_sync.sync import GradSync, check_syncable
 from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
@@ -30,6 +29,7 @@ from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, group_size, meet
+from megascale.utils.consensus import explained
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class ShardedMainParams(MainParams):
         # One exchange for each kind of parameters, dense and experts: not all ranks need have both.
         groups = {is_expert(param): self._groups.of_param(param) for param in params.values()}
         for experts in sorted(groups):
-            holders, mine = groups[experts].holders, Construction(self._grad_sync.owner_kind)
+            holders, mine = groups[experts].holders, None
             own = {name: param for name, param in params.items() if is_expert(param) == experts}
             if error is None and group_size(holders) > 1:
                 try:
@@ -140,18 +140,16 @@ class ShardedMainParams(MainParams):
     ) -> Construction:
         """Return what must be alike on the ranks that hold ``params``, all of experts or of none."""
         built = self._grad_sync.construction(experts=experts)
-        own = {"overlap_param_gather": str(self._gather.overlap), "broadcast_params": str(self._broadcast)}
-        forms = dict(zip(params, param_forms(params.items(), group_of), strict=True))
+        ordered = [(name, params[name]) for name in in_forward if name in params]
+        facts = {
+            **built.facts,
+            "overlap_param_gather": self._gather.overlap,
+            "broadcast_params": self._broadcast,
+            **param_forms("modules", ordered, group_of),
+            **param_forms("the optimizer", params.items(), group_of),
+        }
         readable = {name: param for name, param in params.items() if not (self._broadcast or param.is_meta)}
-        return replace(
-            built,
-            arguments={**built.arguments, **own},
-            parameters={
-                "modules": [forms[name] for name in in_forward if name in forms],
-                "the optimizer": list(forms.values()),
-            },
-            values=digests(readable),
-        )
+        return Construction(facts, built.groups, digests(readable))
 
     @override
     def agree(self, error: Exception | None) -> None:
@@ -162,24 +160,18 @@ class ShardedMainParams(MainParams):
     @override
     def share_state_forms(self, states: Callable[[], Mapping[int, Any]]) -> None:
         """See :class:`MainParams`. Raises StateDictError if ranks hold pieces of different tensors."""
-        forms: dict[bool, list[tuple[str, list[str]]]] = {}
+        facts: dict[bool, dict[str, str]] = {}
         error: Exception | None = None
         try:
             held = states()
             for param in self:
-                forms.setdefault(is_expert(param.model), []).append((param.name, list(held[id(param.model)])))
+                own = facts.setdefault(is_expert(param.model), {})
+                own[f"the state of parameter {len(own)}"] = f"{list(held[id(param.model)])} of {param.name!r}"
         except Exception as caught:  # whatever it is: other ranks wait
             error = caught
-        for every in self._gathered(forms, error).values():
-            first = every[0] or []
-            for rank, own in enumerate(one or [] for one in every):
-                if own != first:
-                    other = [name for name, keys in own + first if (name, keys) not in own or (name, keys) not in first]
-                    names = listed(dict.fromkeys(other))
-                    what = f"state of {names} under other names" if other else "its parameters in another order"
-                    raise StateDictError(
-                        f"rank {rank} holds {what} than rank 0: change param_groups and state on every rank alike"
-                    )
+        for every in self._gathered(facts, error).values():
+            if found := explained({rank: own or {} for rank, own in enumerate(every)}):
+                raise StateDictError(f"{found}: change param_groups and state on every rank alike")
 
     def _gathered(self, values: Mapping[bool, T], error: Exception | None) -> dict[bool, list[T | None]]:
         """Return what the ranks that hold other shards give, for experts and for other parameters, in their order.

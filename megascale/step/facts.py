@@ -9,7 +9,6 @@ device.
 """
 
 import operator
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -22,7 +21,7 @@ from megascale.grad_sync.sync import GradSync
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups, is_expert
-from megascale.step.consensus import Kind, StepFacts, Topic
+from megascale.step.consensus import Kind, StepFacts
 from megascale.step.local_grads import Collected
 from megascale.step.member import StepMember
 from megascale.utils.collectives import group_ranks
@@ -34,25 +33,33 @@ _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "dif
 ``update_signature()`` tells of it."""
 _BESIDE_DEFAULTS = ("decoupled_weight_decay",)
 """Options that a step reads although not every optimizer has them among its defaults."""
-_STEP_FIELDS = tuple(one.name for one in fields(StepConfig))
+_LEFT_OUT = "that it is frozen, without a gradient or in no param group"
 
 
 class FactsOfSteps:
     """Writes down this rank's facts of each step.
 
     Args:
+        members: of the steps.
         groups: of all members.
     """
 
-    def __init__(self, groups: ParallelGroups) -> None:
+    def __init__(self, members: Sequence[StepMember], groups: ParallelGroups) -> None:
+        holders = [""] if len(members) == 1 else [f"optimizers[{index}]." for index in range(len(members))]
+        self._members = list(zip(members, holders, strict=True))
         self._groups = groups
-        self._configs: dict[str, Any] | None = None
+        # Configs are frozen.
+        self._configs = {
+            f"{holder}config.{field.name}": comparable(value) if type(value) in (int, float) else value
+            for member, holder in self._members
+            for field in fields(StepConfig)
+            for value in [getattr(member.config, field.name)]
+        }
         self._ordered: list[list[list[MainParam]]] = []
-        self._param_groups: dict[Kind, Facts] = {}
+        self._param_groups: dict[bool, dict[str, Any]] = {}
 
     def of_step(
         self,
-        members: Sequence[StepMember],
         collected: Sequence[Collected],
         clip_grad: float,
         scaler: MegatronGradScaler | None,
@@ -62,120 +69,78 @@ class FactsOfSteps:
         """Return the present facts.
 
         Args:
-            members: of the step.
             collected: what each member will update.
             clip_grad: largest norm of the gradients.
             scaler: of the loss.
             times_replaced: how often main params were loaded, or reloaded from the model.
             call: what gradients are measured for.
         """
-        facts: dict[tuple[Kind, Topic], Facts] = {
-            (None, Topic.SCALER): {
-                "grad_scaler (its rule, and the state that was loaded)": scaler and comparable(scaler.settings()),
-                "the loss scale": scaler and number_in(scaler.live_scale),  # where that lies in host memory
-            }
+        facts: dict[Kind, Sequence[Facts]] = {
+            None: [
+                {
+                    "grad_scaler (its rule, and the state that was loaded)": scaler and comparable(scaler.settings()),
+                    "the loss scale": scaler and number_in(scaler.live_scale),  # where that lies in host memory
+                }
+            ]
         }
-        absent = dict(
-            chain.from_iterable(member.absent(own).items() for member, own in zip(members, collected, strict=True))
-        )
-        new = dict(chain.from_iterable(member.unverified_params.items() for member in members))
-        # Of new parameters the values count: gradients, which tell replicas that differ, do not tell where they began.
-        for topic, params, values in (
-            (Topic.ABSENT, absent, dict.fromkeys(absent, True)),
-            (Topic.NEW, new, digests(new) if new else {}),
-        ):
-            for experts in {is_expert(param) for param in params.values()}:
-                facts[experts, topic] = {name: values[name] for name in params if is_expert(params[name]) == experts}
-        may_differ = any(member.replicas_may_differ for member in members)
-        options = _options(members)
-        # This one does not vote, it explains: where only some ranks of a set vote, their numbers do not add up to 0.
-        facts |= {(experts, Topic.REPLICAS): {"replicas_may_differ": may_differ} for experts in options}
+        # First what parameters do that is not usual: new ones, of which the first values count, as gradients tell
+        # nothing of these, and those that this rank leaves out.
+        unusual: dict[bool, dict[str, Any]] = {}
+        new = dict(chain.from_iterable(member.unverified_params.items() for member, _ in self._members))
+        for name, value in digests(new).items() if new else ():
+            unusual.setdefault(is_expert(new[name]), {})[f"the first value of {name!r}"] = value
+        for (member, _), own in zip(self._members, collected, strict=True):
+            for name, param in member.absent(own).items():
+                unusual.setdefault(is_expert(param), {})[f"the reason to leave {name!r} out of the step"] = _LEFT_OUT
+        options, may_differ = self._options(), any(member.replicas_may_differ for member, _ in self._members)
+        for experts in (False, True):  # replicas that may differ say no more than that
+            facts[experts] = [{"replicas_may_differ": may_differ, **unusual.get(experts, {})}]
         if not may_differ:
-            self._find_groups(members)
-            counts, shared = _counts(members, times_replaced, call), self._shared(members, clip_grad)
-            for experts, own in options.items():
-                facts[experts, Topic.COUNTS] = counts
-                facts[experts, Topic.GROUPS] = self._param_groups.get(experts, {})
-                facts[experts, Topic.SETTINGS] = {**shared, **own}
+            self._find_groups()
+            counts = {
+                "the call": call,
+                "the number of times that main params were loaded or reloaded": times_replaced,
+                "the number of steps taken": [member.counter.taken for member, _ in self._members],
+            }
+            shared = {"clip_grad": comparable(clip_grad), **self._configs}
+            for member, holder in self._members:
+                sync, divisor = member.grad_sync, f"the divisor given to {holder}grad_sync.set_divisor()"
+                shared[divisor] = comparable(sync.divisor if isinstance(sync, GradSync) else None)
+                # Backends, and an optimizer's own step(), round differently. No two ranks update one element of shards.
+                arithmetic = None if member.main_params.is_sharded else member.update.update_signature()
+                shared[f"how {holder or 'the '}optimizer updates"] = arithmetic
+            for experts, theirs in options.items():
+                facts[experts] = [*facts[experts], self._param_groups.get(experts, {}), counts, {**shared, **theirs}]
         return facts
 
-    def _shared(self, members: Sequence[StepMember], clip_grad: float) -> dict[str, Any]:
-        """Return the settings of all param groups."""
-        if self._configs is None:  # they are frozen
-            self._configs = {
-                f"{holder}config.{name}": comparable(value) if type(value) in (int, float) else value
-                for member, holder in zip(members, _holders(members), strict=True)
-                for name, value in ((name, getattr(member.config, name)) for name in _STEP_FIELDS)
-            }
-        updates = dict(chain.from_iterable(map(_of_update, members, _holders(members))))
-        return {"clip_grad": comparable(clip_grad), **self._configs, **updates}
-
-    def _find_groups(self, members: Sequence[StepMember]) -> None:
+    def _find_groups(self) -> None:
         """Find anew which param groups hold which parameters, if a list of a member's parameters is another one."""
-        ordered = [member.main_params.ordered for member in members]
+        ordered = [member.main_params.ordered for member, _ in self._members]
         if len(ordered) == len(self._ordered) and all(map(operator.is_, ordered, self._ordered)):
             return
-        self._ordered = ordered
-        found: dict[bool, dict[str, list[int]]] = {True: defaultdict(list), False: defaultdict(list)}
+        self._ordered, self._param_groups = ordered, {}
         for index, params in enumerate(chain.from_iterable(ordered)):
             for param in params:
                 # A name that is a position may be any: its shape tells more.
                 shape = f"parameters of shape {tuple(param.model.shape)}"
-                called = shape if param.name.isdecimal() else repr(param.name)
-                found[is_expert(param.model)][f"the param group of {called}"].append(index)
-        names = {False: "data_parallel", True: "expert_data_parallel"}
-        self._param_groups = {
-            experts: {
-                **{label: own[0] if len(own) == 1 else tuple(sorted(own)) for label, own in of_kind.items()},
-                f"groups.{names[experts]}": group_ranks(getattr(self._groups, names[experts])),
-            }
-            for experts, of_kind in found.items()
-            if of_kind
-        }
+                label = f"the param group of {shape if param.name.isdecimal() else repr(param.name)}"
+                self._param_groups.setdefault(is_expert(param.model), {}).setdefault(label, []).append(index)
+        for experts, facts in self._param_groups.items():
+            ranks = "expert_data_parallel" if experts else "data_parallel"
+            facts[f"groups.{ranks}"] = group_ranks(getattr(self._groups, ranks))
 
-
-def _holders(members: Sequence[StepMember]) -> list[str]:
-    """Return what a message puts before what belongs to each member."""
-    return [""] if len(members) == 1 else [f"optimizers[{index}]." for index in range(len(members))]
-
-
-def _counts(members: Sequence[StepMember], times_replaced: int, call: str) -> Facts:
-    steps = [member.counter.taken for member in members]
-    return {
-        "the call": call,
-        "the number of times that main params were loaded or reloaded": times_replaced,
-        "the number of steps taken": steps[0] if len(steps) == 1 else tuple(steps),
-    }
-
-
-def _of_update(member: StepMember, holder: str) -> list[tuple[str, Any]]:
-    """Return the divisor of a member's gradients, and how it updates: settings in neither config nor options.
-
-    Backends, and an optimizer's own ``step()``, round differently. Where ranks hold shards, no two of them update the
-    same element.
-    """
-    sync = member.grad_sync
-    arithmetic = None if member.main_params.is_sharded else member.update.update_signature()
-    return [
-        (
-            f"the divisor given to {holder}grad_sync.set_divisor()",
-            comparable(sync.divisor if isinstance(sync, GradSync) else None),
-        ),
-        (f"how {holder or 'the '}optimizer updates", arithmetic),
-    ]
-
-
-def _options(members: Sequence[StepMember]) -> dict[bool, dict[str, Any]]:
-    """Return the options of all param groups, for dense parameters and for experts, as far as there are any."""
-    found: dict[bool, dict[str, Any]] = {}
-    groups = ((member.optimizer.defaults, group) for member in members for group in member.optimizer.param_groups)
-    for index, (defaults, group) in enumerate(groups):
-        if group["params"]:
-            own = found.setdefault(is_expert(group["params"][0]), {})
-            for name in (*defaults, *_BESIDE_DEFAULTS):
-                if name not in _NOT_COMPARED:
-                    own[_option(name, index)] = comparable(group.get(name))
-    return found
+    def _options(self) -> dict[bool, dict[str, Any]]:
+        """Return the options of all param groups, for dense parameters and for experts, as far as there are any."""
+        found: dict[bool, dict[str, Any]] = {}
+        optimizers = [member.optimizer for member, _ in self._members]
+        groups = ((optimizer.defaults, group) for optimizer in optimizers for group in optimizer.param_groups)
+        for index, (defaults, group) in enumerate(groups):
+            if group["params"]:
+                own = found.setdefault(is_expert(group["params"][0]), {})
+                for name in (*defaults, *_BESIDE_DEFAULTS):
+                    if name not in _NOT_COMPARED:
+                        own[_option(name, index)] = comparable(group.get(name))
+        return found
 
 
 @lru_cache(maxsize=4096)

@@ -101,7 +101,7 @@ class StepRecipe:
         self._grad_scaler = grad_scaler
         self.clip_grad = clip_grad
         self.errors = DeferredErrors(groups, members[0].device)
-        self._facts = FactsOfSteps(groups)
+        self._facts = FactsOfSteps(members, groups)
         self._join_guard = JoinGuard()
         self.grads_are_scaled = grads_are_scaled
         self.last_result: StepResult | None = None
@@ -462,7 +462,7 @@ class StepRecipe:
             if not self.errors.consensus.is_alone:
                 if error is None:  # a rank that has one does nothing that others could do alike
                     count, scaler = self.errors.times_replaced, self.grad_scaler
-                    facts = self._facts.of_step(self.members, collected, self.clip_grad, scaler, count, call)
+                    facts = self._facts.of_step(collected, self.clip_grad, scaler, count, call)
                 vote = self.errors.consensus.vote(facts)
             errors, stats = self.errors.as_statistic(error, vote), []
             for member, own in zip(self.members, collected, strict=True):

@@ -1,71 +1,57 @@
-"""Consensus: do ranks that must do alike do so? Facts by name, one number that votes on them, one comparison.
+"""Do ranks that must do alike do so? Facts by label, one digest that a step's sum compares, one explanation.
 
-A *fact* is a label and a value, "lr of param group 0" and 0.1, and ranks that must do alike have the same facts. There
-are two ways to find out:
+A *fact* is a label and a plain value, "lr of param group 0" and 0.1, and ranks that must do alike have the same facts:
+of what they build, of each step, of a checkpoint. There are two ways to find out whether they have:
 
-- They exchange their facts, and each compares all of them: :func:`gathered_facts` and :func:`differences`. Every rank
-  then names the same difference. That is one more collective, so it is for rare moments: a construction, a checkpoint,
-  a step that has been refused already.
-- They vote: each rank adds :func:`zero_sum`, one number, to what is summed over ranks anyway. The sum is 0 where the
-  facts are the same. It says that something differs, not what.
+- They exchange their facts, and each compares all of them: :func:`explained` and :func:`differing`. Every rank then
+  names the same difference. That is one more collective, so it is for rare moments: a construction, a checkpoint, a
+  step that has been refused already.
+- They vote: each rank adds :func:`zero_sum` of its facts' digest to what is summed over ranks anyway. The sum is 0
+  where the facts are the same. It says that something differs, not what.
 
-Values that are equal must have the same ``repr``: digests are made of it.
+Values that are equal must have the same ``repr``: digests and comparisons are made of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
-from torch.distributed import ProcessGroup
-
-from megascale.utils.collectives import gather_or_raise, group_ranks
+from megascale.errors import MOST_NAMES
 
 Facts = Mapping[str, Any]
-"""Values by their labels."""
+"""Values by their labels, in the order in which a difference is told."""
+
+_MISSING = "nothing"
 
 
-class Difference(NamedTuple):
-    """A fact of one rank that is another one on the first rank; a value is None where a rank does not have the fact."""
-
-    label: str
-    first_rank: int
-    first: Any
-    rank: int
-    other: Any
-
-    def __str__(self) -> str:
-        return f"{self.label} is {self.first!r} on rank {self.first_rank} and {self.other!r} on rank {self.rank}"
+def differing(facts: Mapping[int, Facts]) -> list[str]:
+    """Return the labels whose values are not the same on all ranks, in the order of the facts. ``facts``: by rank."""
+    every = list(facts.values())
+    if all(own == every[0] for own in every):
+        return []
+    labels = dict.fromkeys(chain.from_iterable(every))
+    return [label for label in labels if len({repr(own.get(label, _MISSING)) for own in every}) > 1]
 
 
-def differences(facts: Mapping[int, Facts]) -> Iterator[Difference]:
-    """Yield what differs from the first rank's facts, rank by rank, in the order of the facts. ``facts``: by rank."""
-    first_rank = next(iter(facts), 0)
-    for rank, theirs in facts.items():
-        first = facts[first_rank]
-        if first == theirs:
-            continue
-        for label in dict.fromkeys((*first, *theirs)):
-            if repr(first.get(label)) != repr(theirs.get(label)):
-                yield Difference(label, first_rank, first.get(label), rank, theirs.get(label))
+def explained(facts: Mapping[int, Facts]) -> str | None:
+    """Return the first difference with the values of two ranks, and the labels of others; None if there is none.
 
-
-def first_difference(facts: Mapping[int, Facts]) -> Difference | None:
-    """Return the first of :func:`differences`; None if all ranks have the same facts."""
-    return next(differences(facts), None)
-
-
-def first_other_rank(facts: Sequence[Facts]) -> tuple[int, list[str]] | None:
-    """Return the first rank whose facts are not the first's, and which; None if there is none. ``facts``: by rank."""
-    found = list(differences(dict(enumerate(facts))))
-    return (found[0].rank, sorted(one.label for one in found if one.rank == found[0].rank)) if found else None
-
-
-def gathered_facts(facts: Any, error: Exception | None, group: ProcessGroup | None) -> dict[int, Any]:
-    """Return the facts of all ranks of ``group``, by global rank, in its order. All of them call it together.
-
-    Raises on every rank alike if one has an ``error``.
+    ``facts``: by rank.
     """
-    return dict(zip(group_ranks(group) or (0,), gather_or_raise(facts, error, group), strict=True))
+    labels = differing(facts)
+    if not labels:
+        return None
+    values = {rank: own.get(labels[0], _MISSING) for rank, own in facts.items()}
+    first = next(iter(values))
+    other = next(rank for rank, value in values.items() if repr(value) != repr(values[first]))
+    told = " and ".join(
+        f"{values[rank] if isinstance(values[rank], str) else repr(values[rank])} on rank {rank}"
+        for rank in (first, other)
+    )
+    rest = len(labels) - 1 - MOST_NAMES
+    more = ", ".join(labels[1 : MOST_NAMES + 1]) + (f" and {rest} more" if rest > 0 else "")
+    return f"{labels[0]} is {told}" + (f" (different too: {more})" if more else "")
 
 
 def digest(facts: Facts) -> bytes:
@@ -74,10 +60,10 @@ def digest(facts: Facts) -> bytes:
 
 
 def zero_sum(subject: bytes, num_ranks: int, rank: int, limit: int) -> int:
-    """Return this rank's vote, above ``-limit`` and below ``limit``: those of ``num_ranks`` ranks add up to 0.
+    """Return this rank's vote: those of ``num_ranks`` ranks add up to 0 if all vote on the same ``subject``.
 
-    They do so if all vote on the same ``subject``. If not, their sum is 0 in one case of ``limit``, whichever ranks
-    vote on something else, and however many.
+    If not, their sum is 0 in one case of ``limit``, whichever ranks vote on something else, and however many. The
+    numbers of any of them add up to less than ``num_ranks * limit``.
 
     Args:
         subject: what is voted on.
@@ -85,10 +71,6 @@ def zero_sum(subject: bytes, num_ranks: int, rank: int, limit: int) -> int:
         rank: this one's index among them.
         limit: 1 or more.
     """
-    # Ranks stand in a circle. Between two neighbours lies a number that both draw from the subject: one of them adds
-    # it, the other subtracts it.
-    here, there = (
-        int.from_bytes(blake2b(b"%d " % (place % num_ranks) + subject, digest_size=8).digest(), "little") % limit
-        for place in (rank, rank + 1)
-    )
-    return here - there
+    drawn = int.from_bytes(blake2b(subject, digest_size=8).digest(), "little") % limit
+    # The first rank adds what it draws from the subject as often as there are others, and each of these subtracts it.
+    return drawn * (num_ranks - 1) if rank == 0 else -drawn

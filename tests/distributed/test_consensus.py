@@ -11,7 +11,7 @@ from torch import nn
 from megascale import MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups, build_optimizer
 from megascale.errors import MegascaleError, UsageError
 from megascale.grad_sync import GradSync
-from megascale.step.consensus import Consensus, Topic
+from megascale.step.consensus import Consensus
 from tests.checkpoint_cases import message_of
 from tests.pool import RankPool
 from tests.training import Bag
@@ -139,10 +139,12 @@ def test_only_what_one_rank_leaves_out_is_named(ranks: RankPool, late: bool) -> 
     when that rank leaves out nothing any more.
     """
     for message in ranks.run(3, _left_out, (0,), (1, 2), 2, late):
-        assert message.startswith("rank 2: parameter 'params.1', 'params.2' takes no part in the step on this rank")
-        assert "failed" not in message
+        assert "the reason to leave 'params.1' out of the step is nothing on rank 0 and that it is frozen" in message
+        assert "on rank 2 (different too: the reason to leave 'params.2' out of the step)" in message
+        assert "params.0" not in message
     for message in ranks.run(3, _left_out, (), (1,), 0, late):
-        assert message.startswith("rank 0: parameter 'params.1' takes no part in the step on this rank")
+        assert "the reason to leave 'params.1' out of the step is that it is frozen" in message
+        assert "in no param group on rank 0 and nothing on rank 1;" in message
 
 
 def _left_out_by_two() -> str:
@@ -152,10 +154,10 @@ def _left_out_by_two() -> str:
 
 
 def test_all_ranks_that_leave_something_out_are_told(ranks: RankPool) -> None:
-    """The first with its parameters, the others in short."""
+    """The first, and the parameters of the others."""
     for message in ranks.run(3, _left_out_by_two):
-        assert message.startswith("rank 1: parameter 'params.1' takes no part")
-        assert message.endswith(" (ranks 1, 2 failed)")
+        assert "the reason to leave 'params.1' out of the step is nothing on rank 0 and that" in message
+        assert "on rank 1 (different too: the reason to leave 'params.2' out of the step)" in message
 
 
 def _late_setting(steps: int) -> tuple[str, bool]:
@@ -199,13 +201,13 @@ def _groups_emptied(way: str) -> str:
 def test_a_rank_without_any_parameters_is_named(ranks: RankPool, way: str) -> None:
     """It has no settings: what it lacks is told, not None for each of them."""
     for message in ranks.run(2, _groups_emptied, way):
-        assert "the param group of 'weight' is 0 on rank 0 and None on rank 1;" in message
+        assert "the param group of 'weight' is [0] on rank 0 and nothing on rank 1" in message
 
 
 def _nothing_differs() -> str:
     groups = ParallelGroups.of(None)
     consensus = Consensus(groups, torch.device("cpu"))
-    consensus.vote({(None, Topic.SCALER): {"a": 1}})
+    consensus.vote({None: [{"a": 1}]})
     return message_of(UsageError, lambda: consensus.explain(None))
 
 

@@ -225,7 +225,7 @@ def test_activation_checkpointing_and_shared_layers(ranks: RankPool) -> None:
 def _differing() -> str:
     module = model()
     groups = ParallelGroups.of(None)
-    require_same(module.named_parameters(), groups, "broadcast")
+    require_same(module.named_parameters(), groups, {})
     with torch.no_grad():
         if dist.get_rank() == 1:
             module.second.weight[1, 1] += 0.5
@@ -233,7 +233,7 @@ def _differing() -> str:
         else:
             module.norm.bias[[0, 1]] = torch.tensor([2.0, 1.0]).half()
     with pytest.raises(ArgumentError) as caught:
-        require_same(module.named_parameters(), groups, "broadcast")
+        require_same(module.named_parameters(), groups, {})
     return str(caught.value)
 
 

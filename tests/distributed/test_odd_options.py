@@ -80,5 +80,5 @@ def test_options_of_any_type_are_compared(cell: Cell, ranks: RankPool) -> None:
     first, second = ranks.run(2, _tell, cell)
     assert first == second
     for name, message in first.items():
-        assert "other settings: extra of param group 0 is " in message, (name, message)
+        assert "the same step: extra of param group 0 is " in message, (name, message)
     assert first.keys() == OTHERS.keys()

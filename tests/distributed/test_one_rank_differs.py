@@ -124,7 +124,7 @@ def _moved(net: Network, optimizer: Any) -> None:
 
 SHARED = ("DDP", "GradSync", "DistributedOptimizer", "ChainedOptimizer")
 REPLICATED = ("DDP", "GradSync")
-SETTINGS = "hold the same parameters have other settings: "
+SETTINGS = "hold the same parameters do not take the same step: "
 SCALES = "ranks that decide together have other loss scales, or not all of them have one: "
 TRAINED = [
     Difference("another rate", _options(lr=0.2), SETTINGS + "lr of param group 0", SHARED),
@@ -148,7 +148,7 @@ TRAINED = [
     Difference(
         "no gradient",
         lambda net, optimizer: net.idle.zero_grad(set_to_none=True),
-        "parameter 'idle.weight', 'idle.bias' takes no part in the step on this rank",
+        "the reason to leave 'idle.weight' out of the step is ",
         is_late=True,
     ),
     Difference(
@@ -273,7 +273,7 @@ BUILT = [
                 "'second.bias' (torch.bfloat16, shape (3,)",
             ),
             ("network", lambda net: net.second.float(), "'second.weight' (torch.float32, shape (3, 5)"),
-            ("groups", hybrid_groups, "groups.data_shard is ranks ["),
+            ("groups", hybrid_groups, "groups.data_shard is range("),
         )
     ),
     Construction("GradSync", "sync_order", _reordered, "parameter 0 of the GradSync's buckets is "),
@@ -364,11 +364,11 @@ def _vouched_by_one(other: int) -> str:
 
 
 def test_replicas_that_may_differ_on_one_rank_alone_are_named(ranks: RankPool) -> None:
-    """Invariant 12: that rank votes on nothing, so that the others' numbers do not add up to 0."""
+    """Invariant 12: it is the first of their facts, and where ranks may differ the only one."""
     for other in (0, 1):
         for message in ranks.run(2, _vouched_by_one, other):
-            told = f"replicas_may_differ is {other == 0} on rank 0 and {other == 1} on rank 1;"
-            assert f"hold the same parameters have other settings: {told}" in message
+            told = f"replicas_may_differ is {other == 0} on rank 0 and {other == 1} on rank 1"
+            assert SETTINGS + told in message
 
 
 def _built_too_early(groups: ParallelGroups | None) -> str:
@@ -400,7 +400,7 @@ def _with_values_that_differ(vouched: list[bool]) -> str:
     sync = GradSync(module.named_parameters())
     groups = ParallelGroups.of(None)
     try:
-        require_same(module.named_parameters(), groups, "pass it", values_may_differ=vouched[rank])
+        require_same(module.named_parameters(), groups, {}, values_may_differ=vouched[rank])
     except ArgumentError as error:
         return str(error)
     assert sync.buckets

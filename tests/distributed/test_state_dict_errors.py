@@ -45,8 +45,8 @@ LOAD_BREAKS: dict[str, tuple[Break, str]] = {
     ),
 }
 DIFFERENT: dict[str, tuple[Break, str]] = {
-    "lacks_state": (lambda part, _: _first_state(part).pop("exp_avg"), "rank 1 holds state of 'weight' under other"),
-    "order": (lambda part, _: _first_group(part)["params"].reverse(), "rank 1 holds its parameters in another order"),
+    "lacks_state": (lambda part, _: _first_state(part).pop("exp_avg"), "the state of parameter 0 is ["),
+    "order": (lambda part, _: _first_group(part)["params"].reverse(), "of 'weight' on rank 0 and ["),
 }
 
 

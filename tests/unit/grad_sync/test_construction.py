@@ -4,13 +4,15 @@ import pickle
 from collections.abc import Sequence
 
 import pytest
+import torch
+from torch import nn
 
 from megascale.errors import ArgumentError
-from megascale.grad_sync.construction import Construction, _compact, _require_alike
+from megascale.grad_sync.construction import KIND, Construction, _compact, param_forms, require_alike
 
 
 def _built(ranks: Sequence[int]) -> Construction:
-    return Construction("GradSync", groups={"data_parallel": _compact(ranks)})
+    return Construction({KIND: "a GradSync"}, {"data_parallel": _compact(ranks)}, {})
 
 
 @pytest.mark.parametrize("ranks", [[0], [3, 5], [0, 8, 16, 24], [0, 1, 8, 9], list(range(10_000))])
@@ -23,26 +25,27 @@ def test_groups_are_told_in_few_bytes(ranks: list[int]) -> None:
 def test_groups_that_overlap_are_found_and_told_in_short() -> None:
     """Groups apart from one another are alike; a rank that leaves out some of another rank's group is named."""
     halves = [range(8), range(8, 16)]
-    _require_alike({rank: _built(halves[rank // 8]) for rank in range(16)})
+    require_alike({rank: _built(halves[rank // 8]) for rank in range(16)})
     built = {rank: _built(range(16)) for rank in range(16)}
     built[9] = _built([8, 9])
     with pytest.raises(ArgumentError) as caught:
-        _require_alike(built)
+        require_alike(built)
     assert str(caught.value).startswith(
-        "groups.data_parallel is ranks [8, 9] on rank 9 and ranks [0, 1, 2, 3, 4, 5, 6, 7] and 8 more on rank 15, but"
+        "groups.data_parallel is range(0, 16) on rank 15 and range(8, 10) on rank 9, but"
     )
     built = {rank: _built(range(8)) for rank in range(8)} | {1: _built([0, 1])}
-    with pytest.raises(ArgumentError, match=r"rank 1 and ranks \[0, 1, 2, 3, 4, 5, 6, 7\] on rank 7"):
-        _require_alike(built)
+    with pytest.raises(ArgumentError, match=r"range\(0, 8\) on rank 7 and range\(0, 2\) on rank 1"):
+        require_alike(built)
 
 
 @pytest.mark.parametrize("longer", [0, 1])
 def test_a_parameter_of_one_rank_alone_is_named(longer: int) -> None:
     """At the end of a list the other rank has none in its place."""
-    forms = [("a", "torch.float32", (2,), "cpu"), ("b", "torch.float16", (3, 4), "cpu")]
-    built = {rank: Construction("GradSync", parameters={"modules": forms[: 1 + (rank == longer)]}) for rank in (0, 1)}
-    values = ["absent", "absent"]
+    params = {"a": torch.ones(2), "b": torch.ones(3, 4).half()}
+    named = [(name, nn.Parameter(value)) for name, value in params.items()]
+    built = {rank: Construction(param_forms("modules", named[: 1 + (rank == longer)]), {}, {}) for rank in (0, 1)}
+    values = ["nothing", "nothing"]
     values[longer] = "'b' (torch.float16, shape (3, 4), cpu)"
     with pytest.raises(ArgumentError) as caught:
-        _require_alike(built)
+        require_alike(built)
     assert str(caught.value).startswith(f"parameter 1 of modules is {values[0]} on rank 0 and {values[1]} on rank 1, ")
