@@ -1,5 +1,6 @@
 """What the checkpoint tests share: a small model under MixedPrecisionOptimizer, and bitwise comparison."""
 
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,3 +73,11 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 def bits_of(tensor: Tensor) -> bytes:
     """The bytes of a tensor's elements, row-major."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def reloaded(value: Any) -> Any:
+    """Return what torch saves of ``value`` and reads again, of plain values only."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -263,7 +264,7 @@ class Copy:
     """A copy of the repository in which mutants live, one after the other."""
 
     def __init__(self, folder: Path, limit: float = SECONDS) -> None:
-        self.folder = folder / "repository"
+        self.folder, self.marks = folder / "repository", folder / "marks"
         self.limit = limit
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in filter(None, files.split("\0")):
@@ -272,35 +273,50 @@ class Copy:
 
     def executed(self, sample: list[Mutant]) -> Executed:
         """Run all default tests and return which of them execute which mutants."""
-        marks = self.folder.parent / "marks"
-        marks.mkdir()
+        with self.marking(sample) as environment:
+            done = self._pytest(["-p", "tests.mutants"], environment, None)
+        if done.returncode > 1:  # 1: tests of what may be written fail, as the marks are written
+            sys.exit(f"the tests do not run:\n{done.stdout[-3000:]}")
+        print(*re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE), sep="\n")
+        return Executed.read(self.marks.parent)
+
+    @contextmanager
+    def marking(self, sample: list[Mutant]) -> Iterator[dict[str, str]]:
+        """Let the copy's modules make a file in :attr:`marks` for each mutant whose statement a program executes.
+
+        Yields the environment that the program needs.
+        """
+        self.marks.mkdir()
         originals = {name: (self.folder / name).read_bytes() for name in {mutant.file for mutant in sample}}
         for name, original in originals.items():
             places = {at: (one.line, one.begin) for at, one in enumerate(sample) if one.file == name}
             (self.folder / name).write_text(marked(original.decode(), places))
-        done = self._pytest(["-p", "tests.mutants"], {MARKS: str(marks)}, None)
-        if done.returncode > 1:  # 1: tests of what may be written fail, as the marks are written
-            sys.exit(f"the tests do not run:\n{done.stdout[-3000:]}")
-        print(*re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE), sep="\n")
+        yield {MARKS: str(self.marks)}
         for name, original in originals.items():
             (self.folder / name).write_bytes(original)
-        return Executed.read(self.folder.parent)
+
+    @contextmanager
+    def applied(self, mutant: Mutant) -> Iterator[None]:
+        """Change the copy meanwhile."""
+        target = self.folder / mutant.file
+        original = target.read_bytes()
+        target.write_bytes(mutant.applied(original))
+        try:
+            yield
+        finally:
+            target.write_bytes(original)
 
     def outcome(self, mutant: Mutant, tests: list[str]) -> str:
         """Return ``"caught"`` and the test that did it, ``"SURVIVED"`` where none did, or ``"waited"`` at the limit."""
         if not tests:
             return "SURVIVED, as no test executes it"
-        target = self.folder / mutant.file
-        original = target.read_bytes()
         names = self.folder.parent / "names"
         names.write_text("\n".join(tests))
-        target.write_bytes(mutant.applied(original))
         try:
-            done = self._pytest(["-x", "--timeout", str(self.limit / 9), f"@{names}"], {}, self.limit)
+            with self.applied(mutant):
+                done = self._pytest(["-x", "--timeout", str(self.limit / 9), f"@{names}"], {}, self.limit)
         except subprocess.TimeoutExpired:
             return "waited"
-        finally:
-            target.write_bytes(original)
         if done.returncode == 0:
             return "SURVIVED"
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)

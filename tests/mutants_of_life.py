@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.mutants import MARKS, ROOT, Copy, Mutant, core, marked, mutants_of
+from tests.mutants import ROOT, Copy, core, mutants_of
 
 
 def lived(copy: Copy, given: argparse.Namespace, environment: dict[str, str]) -> str:
@@ -39,21 +39,6 @@ def lived(copy: Copy, given: argparse.Namespace, environment: dict[str, str]) ->
     return "" if done.returncode == 0 else lines[-1][-200:]
 
 
-def executed(copy: Copy, sample: list[Mutant], given: argparse.Namespace) -> list[Mutant]:
-    """Return those of a sample whose statement the lives execute."""
-    marks = copy.folder.parent / "marks"
-    marks.mkdir()
-    originals = {name: (copy.folder / name).read_bytes() for name in {mutant.file for mutant in sample}}
-    for name, original in originals.items():
-        places = {at: (one.line, one.begin) for at, one in enumerate(sample) if one.file == name}
-        (copy.folder / name).write_text(marked(original.decode(), places))
-    if told := lived(copy, given, {MARKS: str(marks)}):
-        sys.exit(f"the lives do not run without a mutant: {told}")
-    for name, original in originals.items():
-        (copy.folder / name).write_bytes(original)
-    return [sample[number] for number in sorted(int(path.name) for path in marks.iterdir())]
-
-
 def main() -> None:
     """Try a sample, print each outcome, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,14 +53,15 @@ def main() -> None:
         for library in (ROOT / "megascale").rglob("*.so"):  # built at installation
             (copy.folder / library.relative_to(ROOT)).parent.mkdir(exist_ok=True)
             shutil.copy2(library, copy.folder / library.relative_to(ROOT))
-        met = executed(copy, drawn, given)
+        with copy.marking(drawn) as environment:
+            told = lived(copy, given, environment)
+        if told:
+            sys.exit(f"the lives do not run without a mutant: {told}")
+        met = [drawn[number] for number in sorted(int(path.name) for path in copy.marks.iterdir())]
         lines = []
         for mutant in met[: given.sample]:
-            target = copy.folder / mutant.file
-            original = target.read_bytes()
-            target.write_bytes(mutant.applied(original))
-            told = lived(copy, given, {})
-            target.write_bytes(original)
+            with copy.applied(mutant):
+                told = lived(copy, given, {})
             lines.append(f"- {f'found: {told}' if told else 'NOT FOUND'}: {mutant}")
             print(lines[-1], flush=True)
     found = sum("NOT FOUND" not in line for line in lines)

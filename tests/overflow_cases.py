@@ -182,6 +182,14 @@ def owner_of_scale(optimizer: Any) -> Any:
     return optimizer.scaler if isinstance(optimizer, AmpLoop) else optimizer
 
 
+def report_of(optimizer: Any, **options: Any) -> OverflowReport:
+    """Return the report of the last overflow, which there must have been."""
+    report: OverflowReport | None = optimizer.last_overflow(**options)
+    if report is None:
+        raise LookupError("no step was skipped")
+    return report
+
+
 def rows_of(report: OverflowReport | None) -> list[tuple[Any, ...]]:
     """Return (parameter, rank, kind, inf, nan) of each entry."""
     assert report is not None

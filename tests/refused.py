@@ -15,13 +15,16 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from megascale import (
+    ChainedOptimizer,
     ConstantGradScaler,
+    DistributedOptimizer,
     DynamicGradScaler,
     Lion,
     MixedPrecisionOptimizer,
     OptimizerConfig,
     build_optimizer,
 )
+from megascale.debug import UnderflowMeter
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, StateDictError, UsageError
 from megascale.schedules import LandedLRScheduler
 from tests.training import INNER, constant, model, snapshot
@@ -119,6 +122,7 @@ STATES = [
     )
 ]
 
+OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True}
 CONFIGS = _of(
     OptimizerConfig,
     ArgumentError,
@@ -166,6 +170,13 @@ CONFIGS = _of(
             "give exp_avg_sq_dtype=torch.uint8, torch.bf",
         ),
         ({"overlap_param_gather": True}, "overlap_param_gather=True needs use_distributed_optimizer=True"),
+        (
+            {"overlap_cpu_optimizer_d2h_h2d": True},
+            "d2h_h2d=True needs optimizer_cpu_offload=True",
+        ),
+        ({"optimizer_offload_fraction": 0.5}, "needs optimizer_cpu_offload=True"),
+        (OFFLOAD | {"optimizer_offload_fraction": 0}, "optimizer_cpu_offload=False keeps all"),
+        (OFFLOAD | {"optimizer_offload_fraction": "auto"}, "must be a number, got 'auto'"),
     ],
 )
 
@@ -225,6 +236,22 @@ def _two_of_a_name() -> None:
     MixedPrecisionOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), named_parameters=named)
 
 
+def _halves(**fields: Any) -> ChainedOptimizer:
+    """Chain two optimizers, the second of which has more fields."""
+    named, scaler = list(model().named_parameters()), DynamicGradScaler()
+    configs = OptimizerConfig(fp16=True), OptimizerConfig(fp16=True, **fields)
+    pairs = zip((named[:3], named[3:]), configs, strict=True)
+    return ChainedOptimizer(
+        [MixedPrecisionOptimizer(torch.optim.AdamW(part), config, scaler) for part, config in pairs]
+    )
+
+
+def _overlaps() -> None:
+    module = model(torch.float32)
+    config = OptimizerConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+    DistributedOptimizer(torch.optim.AdamW(module.parameters()), config, modules=module)
+
+
 def _wraps(inner: Any, *arguments: Any, **options: Any) -> Callable[[], Any]:
     return lambda: MixedPrecisionOptimizer(inner() if callable(inner) else inner, *arguments, **options)
 
@@ -271,6 +298,34 @@ WRAPPED = [
             ArgumentTypeError,
             "parameter '0' has dtype torch.complex64",
         ),
+        (_wraps(_halves), ArgumentTypeError, "optimizer is a ChainedOptimizer already"),
+        (
+            _wraps(lambda: torch.optim.SGD([nn.Parameter(torch.ones(2)), torch.ones(2, device="meta")])),
+            ArgumentError,
+            "parameter 1 (of 2) is on the meta device and has no values",
+        ),
+        (
+            _wraps(FP32, OptimizerConfig(exp_avg_sq_dtype=torch.bfloat16)),
+            ArgumentError,
+            "exp_avg_sq_dtype=torch.bfloat16 has no effect: the SGD has no such",
+        ),
+        (
+            _wraps(partial(_sgd, torch.bfloat16), OptimizerConfig(bf16=True, loss_scale=8.0)),
+            ArgumentError,
+            "loss_scale=8.0 has no effect: an optimizer without a grad_scaler has no",
+        ),
+        (_overlaps, ArgumentError, "overlap_param_gather=True has no effect"),
+        (lambda: _halves(grad_norm_skip_threshold=3.0), ArgumentError, "config.grad_norm_skip_threshold=3.0"),
+        (lambda: _halves(clip_grad=2.0), ArgumentError, "clip_grad=2.0"),
+        (lambda: setattr(_halves(), "param_groups", []), UsageError, "change those of its optimizers"),
+        (lambda: setattr(_halves(), "state", {}), UsageError, "cannot be replaced; use load_state_dict()"),
+        (lambda: _halves().add_param_group({}), UsageError, "to one of ChainedOptimizer.optimizers"),
+        (
+            lambda: [UnderflowMeter(chain.optimizers[0]) for chain in [_halves()]],
+            UsageError,
+            "is a member of a ChainedOptimizer",
+        ),
+        (lambda: _halves().state.update(global_count=1), UsageError, "write it into one of .optimizers"),
         (_two_of_a_name, ArgumentError, "two parameters are called 'w'"),
         (lambda: constant(model(), INNER["sgd"], 1.0).step(lambda: 0.0), UsageError, "step() takes no closure"),
         (lambda: copy.deepcopy(constant(model(), INNER["sgd"], 1.0)), UsageError, "cannot be pickled or deep-copied"),

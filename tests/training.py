@@ -144,6 +144,17 @@ def bits_equal(left: Tensor, right: Tensor) -> bool:
     return left.reshape(-1).view(torch.uint8).equal(right.reshape(-1).view(torch.uint8))
 
 
+def same_values(left: Any, right: Any) -> bool:
+    """Whether two nests of dicts, lists and tuples agree: tensors in every bit, all else in type and value."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return bits_equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same_values(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(same_values, left, right))
+    return type(left) is type(right) and bool(left == right)
+
+
 def trained(module: nn.Module, inner: Inner, steps: int, **options: Any) -> dict[str, Tensor]:
     """Return everything after some steps with a constant scale, the third of which overflows and changes nothing."""
     optimizer = constant(module, inner, 256.0, **options)

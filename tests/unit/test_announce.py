@@ -1,7 +1,6 @@
 """The line at the start: what was built, on rank 0. It can be switched off."""
 
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -122,28 +121,3 @@ def test_rank_0_alone_says_it(ranks: RankPool) -> None:
         "megascale: DistributedOptimizer(AdamW): 20 in float16; main params: float32, with the state in 3 shards"
     )
     assert "3 ranks decide, data parallel 3" in first
-
-
-def test_a_step_reads_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read when an optimizer is built, never in a step."""
-    optimizer = _build()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-
-    read: list[str] = []
-
-    class Watched(dict[str, str]):
-        def get(self, key: str, default: str | None = None) -> str | None:  # type: ignore[override]
-            read.append(key)
-            return super().get(key, default)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        optimizer.scale_loss(sum((param.float() ** 2).sum() for param in params)).backward()
-        optimizer.step()
-
-    step()
-    monkeypatch.setattr(os, "environ", Watched(os.environ))
-    step()
-    assert announce.QUIET_VARIABLE not in read
-    _build()
-    assert announce.QUIET_VARIABLE in read

@@ -22,26 +22,3 @@ def test_a_function_runs_without_grad() -> None:
                 seen(fails=True)
             except ZeroDivisionError:
                 assert torch.is_grad_enabled() == mode
-
-
-def test_no_grad_is_entered_only_where_it_is_needed() -> None:
-    """A step is under it already: to enter it once more costs the host as much as an operator."""
-    entered = []
-
-    class Counting(torch.no_grad):
-        def __enter__(self) -> None:
-            entered.append(True)
-            super().__enter__()
-
-    @without_grad
-    def nothing() -> None:
-        """Do nothing."""
-
-    kept, torch.no_grad = torch.no_grad, Counting  # type: ignore[misc]
-    try:
-        nothing()
-        with torch.set_grad_enabled(False):
-            nothing()
-    finally:
-        torch.no_grad = kept  # type: ignore[misc]
-    assert len(entered) == 1

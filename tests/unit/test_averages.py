@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from megascale.averages import AveragedMainParams
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
 from megascale.landed import running_averages
 from tests.counting import OperatorCounter
-from tests.training import INNER, Bag, bits_equal, same_bits, set_grads, snapshot, wrap
+from tests.training import INNER, bits_equal, same_bits, set_grads, snapshot, wrap
 
 
 def _custom(average: Tensor, current: Tensor, n_averaged: Tensor | int) -> Tensor:
@@ -159,38 +160,6 @@ def test_no_host_read(rule: str, use_buffers: bool) -> None:
     assert later.counts[torch.ops.aten.where.self] == 0
 
 
-def test_host_reads_of_torch() -> None:
-    """What the page says of torch: its model reads n_averaged twice an update, its get_swa_multi_avg_fn once a list."""
-    module = _normed()
-    optimizer = wrap(module)
-    oracle = AveragedModel(module)
-    averages = AveragedMainParams(module, optimizer, **RULES["swa_multi"])
-    success = _step(optimizer, module, 0, False)
-    with OperatorCounter() as of_torch:
-        oracle.update_parameters(module)
-    with OperatorCounter() as of_rule:
-        averages.update_parameters(success=success)
-    assert (of_torch.host_reads, of_rule.host_reads) == (2, 1)
-
-
-def test_averaging_below_half_precision() -> None:
-    """Steps too small for fp16 weights move the average: it is taken of the fp32 main params."""
-    bag = Bag([torch.ones(4, dtype=torch.float16)])
-    optimizer = wrap(bag, lambda m: torch.optim.SGD(m.named_parameters(), lr=1e-5))
-    averages = AveragedMainParams(bag, optimizer)
-    mains = []
-    for _ in range(8):
-        bag[0].grad = torch.ones(4, dtype=torch.float16) * 2.0**10
-        optimizer.zero_grad()
-        optimizer.scale_loss(bag[0].sum().float()).backward()
-        averages.update_parameters(success=optimizer.step().success)
-        mains.append(next(optimizer.main_params())[1].double().clone())
-    assert torch.equal(bag[0].detach(), torch.ones(4, dtype=torch.float16))
-    [(_, average)] = averages.averages()
-    torch.testing.assert_close(average.double(), torch.stack(mains).mean(0), rtol=2e-7, atol=0)
-    assert (average < 1.0).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     """Averages are fp32, of fp64 parameters fp64; the averaged model has the model's dtype, rounded once."""
@@ -274,26 +243,6 @@ def test_the_model_computes_with_the_averages() -> None:
     assert bits_equal(averages.model_state_dict()["norm.running_mean"], _mean(expected.module))
 
 
-def test_recurrent_layers_are_lent_the_averages() -> None:
-    """An LSTM, which keeps lists of its own weights, computes with the averages inside and with its own after."""
-    torch.manual_seed(0)
-    module = nn.LSTM(3, 4)
-    optimizer = wrap(module, INNER["sgd"], scale=None)
-    averages = AveragedMainParams(module, optimizer)
-    x = torch.randn(2, 1, 3)
-    set_grads(module, 0, 10.0)
-    optimizer.step()
-    averages.update_parameters()
-    expected = copy.deepcopy(module)(x)[0]
-    set_grads(module, 1, 10.0)
-    optimizer.step()
-    own = module(x)[0]
-    with averages.applied():
-        assert bits_equal(module(x)[0], expected)
-    assert bits_equal(module(x)[0], own)
-    assert not torch.equal(own, expected)
-
-
 @pytest.mark.default("2-False", "0-True", "4-False")
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("cut", [0, 1, 2, 4])
@@ -321,29 +270,6 @@ def test_resume_is_bitwise(cut: int, use_buffers: bool, tmp_path: Any) -> None:
     oracle.assert_equals(averages)
 
 
-def test_state_from_before_the_first_update() -> None:
-    """Loaded into averages that have begun: the next update that lands is again the first, which copies."""
-    module = _normed()
-    optimizer = wrap(module)
-    averages = AveragedMainParams(module, optimizer, **RULES["custom"])
-    empty = averages.state_dict()
-    for step in range(2):
-        averages.update_parameters(success=_step(optimizer, module, step, False))
-    averages.load_state_dict(empty)
-    for step, skip in ((2, True), (3, False)):
-        averages.update_parameters(success=_step(optimizer, module, step, skip))
-    assert same_bits(dict(averages.averages()), dict(optimizer.main_params()))
-
-
-def test_parameters_unfrozen_before_the_averages_are_built() -> None:
-    """They have averages, though no step has trained them yet."""
-    module = _normed()
-    optimizer = wrap(module)
-    module.frozen.requires_grad_(True)
-    averages = dict(AveragedMainParams(module, optimizer).averages())
-    assert bits_equal(averages["frozen.bias"], module.frozen.bias.float())
-
-
 def test_state_dict_does_not_alias() -> None:
     """What a state dict holds stays as it was; with copy=False it is live."""
     module = _normed()
@@ -356,21 +282,6 @@ def test_state_dict_does_not_alias() -> None:
         assert same_bits(saved[part], before[part])
         assert not same_bits(live[part], before[part])
     assert (saved["n_averaged"].item(), live["n_averaged"].item()) == (0, 1)
-
-
-def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Averaging a few tensors at a time, to bound memory, gives the same bits."""
-    runs = []
-    for numel in (1, 10, 2**24):
-        monkeypatch.setattr(running_averages, "CHUNK_NUMEL", numel)
-        module = _normed()
-        optimizer = wrap(module)
-        averages = AveragedMainParams(module, optimizer, **RULES["ema_multi"])
-        for step, skip in enumerate(RUN):
-            averages.update_parameters(success=_step(optimizer, module, step, skip))
-        runs.append({name: average.clone() for name, average in averages.averages()})
-    assert same_bits(runs[0], runs[1])
-    assert same_bits(runs[0], runs[2])
 
 
 def test_model_state_dict_is_a_copy() -> None:
@@ -451,38 +362,36 @@ def test_misuse() -> None:
     module = _normed()
     optimizer = wrap(module)
     build: Callable[..., AveragedMainParams] = AveragedMainParams
-    with pytest.raises(ArgumentError, match="give one"):
-        build(module, optimizer, avg_fn=_custom, multi_avg_fn=swa_utils.get_ema_multi_avg_fn())
-    with pytest.raises(ArgumentTypeError, match="got MixedPrecisionOptimizer"):
-        build(optimizer, module)
-    with pytest.raises(ArgumentTypeError, match="got Normed"):
-        build(module, module)
-    with pytest.raises(ArgumentError, match="wrap it in a MixedPrecisionOptimizer"):
-        build(module, INNER["sgd"](module))
-    with pytest.raises(ArgumentError, match=r"does not train parameter 'extra\.weight'"):
-        build(nn.ModuleDict({"all": module, "extra": nn.Linear(1, 1)}), optimizer)
     averages = build(module, optimizer)
     before = averages.state_dict()
-    with pytest.raises(UsageError, match="no step"):
-        averages.update_parameters()
-    with pytest.raises(ArgumentError, match="not the one"):
-        averages.update_parameters(_normed(), success=True)
-    with pytest.raises(ArgumentTypeError, match="opposite"):
-        averages.update_parameters(success=torch.zeros(()))
-    module.norm.running_mean = torch.zeros(3)
-    with pytest.raises(UsageError, match=r"'norm\.running_mean' has changed its shape"):
-        averages.update_parameters(success=True)
-    module.norm.running_mean = torch.zeros(6)
-    for broken, message in (
+    two: dict[str, Any] = {"avg_fn": _custom, "multi_avg_fn": swa_utils.get_ema_multi_avg_fn()}
+    more = nn.ModuleDict({"all": module, "extra": nn.Linear(1, 1)})
+    mistakes: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: build(module, optimizer, **two), ArgumentError, "give one"),
+        (lambda: build(optimizer, module), ArgumentTypeError, "got MixedPrecisionOptimizer"),
+        (lambda: build(module, module), ArgumentTypeError, "got Normed"),
+        (lambda: build(module, INNER["sgd"](module)), ArgumentError, "wrap it in a MixedPrecisionOptimizer"),
+        (lambda: build(more, optimizer), ArgumentError, r"does not train parameter 'extra\.weight'"),
+        (averages.update_parameters, UsageError, "no step"),
+        (lambda: averages.update_parameters(_normed(), success=True), ArgumentError, "not the one"),
+        (lambda: averages.update_parameters(success=torch.zeros(())), ArgumentTypeError, "opposite"),
+    ]
+    bias = {"first.bias": torch.zeros(5)}
+    for broken, words in (
         ({}, "must hold 'averages'"),
         (before | {"n_averaged": 3}, "n_averaged"),
         (before | {"averages": {}}, "'averages' must be of .*, got nothing"),
         (before | {"buffers": 3}, "'buffers' must be of"),
-        (before | {"averages": before["averages"] | {"first.bias": torch.zeros(5)}}, r"shape \(6,\), got \(5,\)"),
-        (before | {"averages": before["averages"] | {"first.bias": 5}}, r"shape \(6,\), got int"),
+        (before | {"averages": before["averages"] | bias}, r"shape \(6,\), got \(5,\)"),
     ):
-        with pytest.raises(StateDictError, match=message):
-            averages.load_state_dict(broken)
+        mistakes.append((functools.partial(averages.load_state_dict, broken), StateDictError, words))
+    for call, error, words in mistakes:
+        with pytest.raises(error, match=words):
+            call()
+    module.norm.running_mean = torch.zeros(3)
+    with pytest.raises(UsageError, match=r"'norm\.running_mean' has changed its shape"):
+        averages.update_parameters(success=True)
+    module.norm.running_mean = torch.zeros(6)
     assert same_bits(averages.state_dict()["averages"], before["averages"])
     module.frozen.requires_grad_(True)
     _step(optimizer, module, 0, False)

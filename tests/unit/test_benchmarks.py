@@ -1,13 +1,11 @@
 """The benchmarks run at tiny sizes and write their tables. Nothing here looks at times."""
 
-import ast
 import importlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -68,16 +66,6 @@ def test_pictures_are_what_the_programs_draw(
     assert text == drawn.read_text(), f"python benchmarks/{program}.py --draw {given} {drawn}"
     assert "href" not in text
     assert 'width="100%"' not in text  # no background
-
-
-def test_a_number_above_its_ceiling_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one of a package that has no ceiling yet. Docstrings, comments and imports are no statements."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    structure: Any = importlib.import_module("structure")
-    found = structure.above({"tests": 11, "step": 10, "new": 1}, {"tests": 10, "step": 10, "gone": 5})
-    assert found == ["tests: 11, and its ceiling is 10", "new: 1, and its ceiling is 0"]
-    source = '"""Text."""\nimport os\ndef f():\n    """Text."""\n    # why\n    if os: return (1,\n      2)\n'
-    assert sum(map(structure.is_counted, ast.walk(ast.parse(source)))) == 3
 
 
 @pytest.mark.slow

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from megascale import (
     ChainedOptimizer,
-    ConstantGradScaler,
     DynamicGradScaler,
     MixedPrecisionOptimizer,
     OptimizerConfig,
 )
-from megascale.errors import StateDictError, UsageError
+from megascale.errors import StateDictError
 from tests.training import bits_equal
 
 
@@ -74,56 +73,6 @@ def test_a_name_that_no_member_has_is_refused(where: str) -> None:
     assert all(map(bits_equal, _mains(chain), before))
 
 
-def test_a_chain_of_one_is_like_its_member() -> None:
-    """Nothing of it needs a second member."""
-    [param], chain = _chain(1)
-    [member] = chain.optimizers
-    assert chain.parts() == member.parts() == [member]
-    assert (chain.config, chain.groups, chain.device) == (member.config, member.groups, member.device)
-    chain.clip_grad = 0.5
-    assert (chain.clip_grad, member.clip_grad) == (0.5, 0.5)
-    for value in (1.0, math.inf, 1.0):
-        param.grad = torch.full_like(param, value)
-        chain.step()
-    assert (chain.num_landed_steps.item(), chain.num_skipped_steps.item()) == (2, 1)
-    chain.load_state_dict(chain.state_dict())
-    chain.grad_scaler = ConstantGradScaler(8.0)
-    assert chain.grad_scaler is member.grad_scaler
-    assert chain.get_loss_scale().item() == 8.0
-
-
-def test_groups_and_state_are_the_members() -> None:
-    """They cannot be replaced in the chain; what is in them is live."""
-    _, chain = _chain()
-    with pytest.raises(UsageError, match="param_groups of a ChainedOptimizer cannot be replaced"):
-        chain.param_groups = []
-    with pytest.raises(UsageError, match="state of a ChainedOptimizer cannot be replaced"):
-        chain.state = {}
-    with pytest.raises(UsageError, match="add the param group to one of"):
-        chain.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    chain.param_groups[2]["lr"] = 0.25
-    assert [member.param_groups[0]["lr"] for member in chain.optimizers] == [0.5, 0.5, 0.25]
-
-
-def test_zero_grad_drops_or_zeroes_all_gradients() -> None:
-    """As torch's: dropped, unless ``set_to_none`` is False."""
-    params, chain = _chain()
-    for param in params:
-        param.grad = torch.ones_like(param)
-    chain.zero_grad(set_to_none=False)
-    assert [param.grad.tolist() for param in params if param.grad is not None] == [[0.0] * 3] * 3
-    chain.zero_grad()
-    assert [param.grad for param in params] == [None] * 3
-
-
-def test_its_state_dict_is_a_copy_unless_asked_otherwise() -> None:
-    """As one optimizer's."""
-    _, chain = _chain()
-    live = [main.data_ptr() for _, main in chain.main_params()]
-    assert [main.data_ptr() for main in chain.state_dict(copy=False)["main_params"].values()] == live
-    assert not {main.data_ptr() for main in chain.state_dict()["main_params"].values()} & set(live)
-
-
 def test_other_param_groups_are_refused_or_leave_the_options() -> None:
     """Fewer or more groups than the members have; with ``strict=False`` the rest of the state is loaded."""
     for change in (lambda groups: groups[:2], lambda groups: [*groups, {"lr": 0.125, "params": []}]):
@@ -138,18 +87,6 @@ def test_other_param_groups_are_refused_or_leave_the_options() -> None:
         chain.load_state_dict(saved, strict=False)
         assert [group["lr"] for group in chain.param_groups] == [0.5] * 3
         assert _mains(chain)[1].tolist() == [3.0] * 3
-
-
-def test_a_state_dict_without_step_counts_leaves_them() -> None:
-    """Those of other systems lack them."""
-    params, chain = _chain()
-    for param in params:
-        param.grad = torch.ones_like(param)
-    chain.step()
-    other = chain.state_dict()
-    del other["step_counts"]
-    chain.load_state_dict(other)
-    assert chain.num_landed_steps.item() == 1
 
 
 def test_a_members_state_that_does_not_fit_is_refused() -> None:

@@ -1,14 +1,13 @@
 """A chain of optimizers is one optimizer: its step is whole or not at all, its errors come once, its hooks fire."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from megascale import ChainedOptimizer, ConstantGradScaler, MixedPrecisionOptimizer
 from megascale.base_optimizer import MegascaleOptimizer
-from megascale.errors import GradientError, MainParamOverflowError, UsageError
+from megascale.errors import MainParamOverflowError, UsageError
 from tests.training import Bag, grad_of, same_bits, set_grads
 
 
@@ -81,19 +80,6 @@ def test_halves_of_a_step_make_a_whole() -> None:
     assert same_bits(dict(halves.main_params()), dict(whole.main_params()))
 
 
-def test_unusable_gradients_of_two_members_are_one_error() -> None:
-    """Two sparse gradients are raised once; the step after them is as good as any."""
-    module = _module()
-    optimizer = _chain(module)
-    for index in range(2):
-        module[index].grad = torch.ones(4, dtype=torch.float16).to_sparse()
-    with pytest.raises(GradientError, match=r"the gradient of '0' has layout torch.sparse_coo"):
-        optimizer.step()
-    for _ in range(2):
-        set_grads(module, 0)
-        assert optimizer.step().success
-
-
 def test_clipping_of_a_member_alone_is_refused() -> None:
     """One norm clips all: a member's ``clip_grad`` set after chaining would be ignored. The chain's reaches all."""
     module = _module()
@@ -110,30 +96,6 @@ def test_clipping_of_a_member_alone_is_refused() -> None:
     optimizer.clip_grad = 0.5
     assert [member.clip_grad for member in optimizer.optimizers] == [0.5, 0.5]
     assert optimizer.step().success
-
-
-def test_hooks_of_its_state_dict_fire() -> None:
-    """Torch's four hooks, as on any optimizer: what they return is taken."""
-    module = _module()
-    optimizer: Any = _chain(module)
-    calls: list[str] = []
-
-    def pack(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        calls.append("packed")
-        return state | {"note": 3}
-
-    def unpack(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        calls.append(f"unpacks {state['note']}")
-        return {key: value for key, value in state.items() if key != "note"}
-
-    optimizer.register_state_dict_pre_hook(lambda _: calls.append("packs"))
-    optimizer.register_state_dict_post_hook(pack)
-    optimizer.register_load_state_dict_pre_hook(unpack)
-    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
-    state = optimizer.state_dict()
-    assert state["note"] == 3
-    optimizer.load_state_dict(state)
-    assert calls == ["packs", "packed", "unpacks 3", "loaded"]
 
 
 def test_overflow_in_any_member_skips_all() -> None:

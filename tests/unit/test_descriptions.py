@@ -1,25 +1,16 @@
 """What `repr()` says: of optimizers, scalers, checkpointers, estimates. It reads nothing from a device."""
 
 import re
-from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ConstantLR
 
-import megascale
 from megascale import (
-    ChainedOptimizer,
-    ConstantGradScaler,
     DistributedOptimizer,
     DynamicGradScaler,
     MixedPrecisionOptimizer,
-    OptimizerConfig,
     amp,
 )
-from megascale.checkpoint import Checkpointer
-from megascale.schedules import LandedLRScheduler
 from megascale.utils import wording
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
@@ -68,46 +59,6 @@ def _held(mains: int, optimizer: MixedPrecisionOptimizer) -> str:
     return f"{wording.size(mains + state)} (main params {wording.size(mains)}, optimizer state {wording.size(state)})"
 
 
-def test_what_is_set_later_is_said() -> None:
-    """No scaler, no clipping, remainders: as they are now."""
-    model = nn.Linear(4, 4).bfloat16()
-    config = OptimizerConfig(bf16=True, store_param_remainders=True)
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), config)
-    assert "loss scale: none\nclipping: MixedPrecisionOptimizer does not clip gradients" in repr(optimizer)
-    assert "main params: 16-bit remainders beside the weights" in repr(optimizer)
-    assert "held by this rank: 40 bytes (main params 40 bytes, optimizer state 0 bytes)" in repr(optimizer)
-    optimizer.clip_grad = 0.25
-    optimizer.param_groups[0]["lr"] = 0.125
-    assert "clipping: MixedPrecisionOptimizer clips gradients to norm 0.25" in repr(optimizer)
-    assert "    lr: 0.125" in repr(optimizer)
-
-
-def test_an_optimizer_whose_state_is_away_says_so() -> None:
-    """Between offload() and reload(); printing moves nothing."""
-    inner = torch.optim.AdamW(_model().parameters(), lr=0.01)
-    optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler())
-    before = repr(optimizer)
-    optimizer.offload()
-    away = repr(optimizer)
-    assert "), in host memory until reload()\n" in away
-    assert away == repr(optimizer)
-    optimizer.reload()
-    assert repr(optimizer) == before
-
-
-def test_a_chain_says_it_of_each() -> None:
-    """One scale and one norm, and each optimizer's own lines."""
-    model = _model()
-    scaler = DynamicGradScaler()
-    parts = [
-        MixedPrecisionOptimizer(torch.optim.AdamW(model[0].named_parameters("0")), None, scaler),  # type: ignore[index]
-        MixedPrecisionOptimizer(torch.optim.SGD(model[1].named_parameters("1"), lr=0.1), None, scaler),  # type: ignore[index]
-    ]
-    text = repr(ChainedOptimizer(parts))
-    assert text.startswith("ChainedOptimizer (\nwraps: AdamW\n")
-    assert [text.count(word) for word in ("wraps: AdamW", "wraps: SGD", "loss scale:", "Parameter Group 1")] == [1] * 4
-
-
 def _sharded() -> list[str]:
     texts = []
     for shard in ("elements", "parameters"):
@@ -127,36 +78,6 @@ def test_shards(ranks: RankPool) -> None:
         held = re.search(r"main params ([\d.]+) kB", elements)
         assert held is not None
         assert float(held[1]) < whole * 4 / 1000 * 0.75
-
-
-def test_scalers() -> None:
-    """Their numbers as they are now; a disabled one says so."""
-    assert repr(ConstantGradScaler(8.0)) == "ConstantGradScaler(8.0)"
-    scaler = DynamicGradScaler(8.0, growth_interval=1, max_scale=64.0, hysteresis_reset="clean_step")
-    scaler.update(False)
-    assert repr(scaler) == (
-        "DynamicGradScaler(scale=16.0, growth_tracker=0, hysteresis_tracker=2, min_scale=1.0, growth_factor=2.0, "
-        "backoff_factor=0.5, growth_interval=1, hysteresis=2, max_scale=64.0, hysteresis_reset='clean_step')"
-    )
-    assert repr(amp.GradScaler("cpu", enabled=False)) == "GradScaler(enabled=False)"
-    mine = amp.GradScaler("cpu", init_scale=4.0)
-    before = repr(mine)
-    mine.scale(torch.ones(()))
-    assert before == repr(mine) == "GradScaler(scale=4.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)"
-
-
-def test_other_objects(tmp_path: Path) -> None:
-    """A checkpointer, a schedule, a backend, and an estimate, which prints as its command does."""
-    assert repr(Checkpointer("runs/a", keep_last=3)) == (
-        "Checkpointer('runs/a', keep_last=3, async_save=False, check_replicas=True, ranks=1)"
-    )
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
-    schedule = LandedLRScheduler(ConstantLR(optimizer))
-    assert repr(schedule) == "LandedLRScheduler(ConstantLR, last_epoch=0)"
-    assert repr(optimizer.backend) == f"{type(optimizer.backend).__name__}()"
-    need = megascale.estimate(10**9, ranks=8, sharding="zero1")
-    assert str(need).startswith("1,000,000,000 parameters, ")
-    assert "GB" in str(need)
 
 
 def _without_waiting(device: FakeDevice) -> tuple[str, list[str], str]:
@@ -181,12 +102,3 @@ def test_a_device_is_not_waited_for(on_device: OnDevice) -> None:
     assert scaler in text
     assert "    lr: <on cuda:0>" in text
     assert "GradScaler(scale=<on cuda:0, get_scale() reads it>, " in text
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "said"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (1_254_000, "1.25 MB"), (2 * 10**9, "2 GB")],
-)
-def test_sizes(nbytes: int, said: str) -> None:
-    """Three digits, and the unit that fits."""
-    assert wording.size(nbytes) == said

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
-from tests.levels import DEFAULT, UNKNOWN_CASES, leave_to_slow
+from tests.levels import DEFAULT, UNKNOWN_CASES
 
 ROOT = Path(__file__).parents[2]
 PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
@@ -58,28 +58,3 @@ def test_default_names_cases_that_exist(request: pytest.FixtureRequest) -> None:
     if not hasattr(config, "workerinput") and config.args_source is not config.ArgsSource.TESTPATHS:
         pytest.skip("a run of some tests does not see all cases")
     assert config.stash[UNKNOWN_CASES] == set()
-
-
-class Item:
-    """What is asked of a collected test: its name and marks."""
-
-    def __init__(self, nodeid: str, *names: str) -> None:
-        self.nodeid = nodeid
-        self.marks = {"default": pytest.mark.default(*names).mark} if names else {}
-
-    def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        """Return the mark of that name."""
-        return self.marks.get(name)
-
-    def add_marker(self, mark: pytest.MarkDecorator) -> None:
-        """Take one more mark."""
-        self.marks[mark.name] = mark.mark
-
-
-def test_default_names_cases() -> None:
-    """The cases that it names are quick, the others slow; a name that no case has is told."""
-    names = ("one-two", "*-three", "four")
-    items = [Item(f"file.py::test[{case}]", *names) for case in ("one-two", "one-three", "one", "two")]
-    plain = Item("file.py::other[one]")
-    assert leave_to_slow([*items, plain]) == {"file.py::test: four"}  # type: ignore[list-item]
-    assert ["slow" in item.marks for item in [*items, plain]] == [False, False, True, True, False]

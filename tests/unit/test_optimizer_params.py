@@ -1,7 +1,6 @@
 """Parameters: groups, frozen and added ones, weights that others write, main params that outgrow fp16."""
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, MainParamOverflowError, UsageError
+from megascale import MixedPrecisionOptimizer
+from megascale.errors import ArgumentError, GradientError, MainParamOverflowError, UsageError
 from tests.counting import OperatorCounter
 from tests.training import (
     INNER,
@@ -24,20 +23,6 @@ from tests.training import (
     model,
     set_grads,
 )
-
-
-def test_scheduler_on_the_inner_optimizer_does_not_warn() -> None:
-    """A scheduler built before wrapping counts our steps as steps."""
-    module = model()
-    inner = INNER["adamw_fused"](module)
-    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
-    optimizer = constant(module, lambda _: inner, 1.0)
-    set_grads(module, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
 def test_frozen_then_unfrozen() -> None:
@@ -192,15 +177,6 @@ def test_untouched_weights_cost_no_pass() -> None:
     assert counts == [True, False, False]
 
 
-def test_model_cast_after_wrapping_is_refused() -> None:
-    """model.float() after the optimizer was built would tear main params from their model params."""
-    module = model()
-    optimizer = constant(module, INNER["sgd"], 1.0)
-    module.float()
-    with pytest.raises(UsageError, match=r"parameter 'first.weight' became .* torch.float32 .* cast the model first"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("inner", [INNER["sgd"], lambda m: Sign(m.named_parameters(), lr=1e-2)])
 def test_main_param_that_outgrows_fp16_is_named(inner: Any) -> None:
     """Nobody checks the rounding of masters: ours raises, names the parameter, keeps the main
@@ -220,76 +196,6 @@ def test_main_param_that_outgrows_fp16_is_named(inner: Any) -> None:
     optimizer.param_groups[0]["lr"] = 0.0
     assert optimizer.step().success
     assert module.second.bias[1].item() == -100
-
-
-def test_main_param_of_any_group_that_outgrows_fp16_is_named() -> None:
-    """An overflowing rounding is found in each param group, not only in the first."""
-    for overflowing in range(3):
-        weights = [nn.Parameter(torch.ones(4).half()) for _ in range(3)]
-        inner = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=70000.0)
-        optimizer = MixedPrecisionOptimizer(
-            inner, OptimizerConfig(fp16=True), ConstantGradScaler(1.0), grads_are_scaled=True
-        )
-        for index, weight in enumerate(weights):
-            weight.grad = torch.full_like(weight, float(index == overflowing))
-        with pytest.raises(MainParamOverflowError, match=f"main param of '{overflowing}' is 65520 or more"):
-            optimizer.step()
-
-
-@pytest.mark.parametrize(("is_named", "story"), [(False, "a parameter"), (True, "'w'")])
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_a_parameter_listed_twice_at_construction_is_named_if_it_has_a_name(is_named: bool, story: str) -> None:
-    """It has no main param yet that knows its name."""
-    param = nn.Parameter(torch.ones(3))
-    named = [("w", param)] if is_named else None
-    with pytest.raises(ArgumentError, match=rf"param_groups\[0\] holds {story} that param_groups held before"):
-        MixedPrecisionOptimizer(torch.optim.SGD([param, param], lr=0.1), named_parameters=named)
-
-
-def test_params_of_a_group_that_was_put_in_by_hand() -> None:
-    """An iterator or tuple becomes a list, as in torch's add_param_group; what is no list of parameters is named."""
-    param, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([param], lr=1.0))
-    group = {**optimizer.param_groups[0], "params": iter([other])}
-    optimizer.param_groups.append(group)
-    param.grad, other.grad = torch.ones(3), torch.ones(3)
-    assert optimizer.step().success
-    assert group["params"] == [other]
-    assert other.tolist() == [0.0] * 3
-    for bad, message in ((other, "got a Parameter"), (3, "got a int"), ([3], "holds a int; give parameters")):
-        group["params"] = bad
-        with pytest.raises(ArgumentTypeError, match=message):
-            optimizer.step()
-
-
-def test_a_frozen_parameter_may_be_anything() -> None:
-    """What has no main param is not looked at: a sparse one among the groups' parameters stops no step."""
-    param = nn.Parameter(torch.ones(3).half())
-    frozen = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
-    optimizer = MixedPrecisionOptimizer(
-        torch.optim.SGD([param, frozen], lr=1.0), None, ConstantGradScaler(1.0), grads_are_scaled=True
-    )
-    param.grad = torch.ones(3).half()
-    optimizer.step()
-    assert not param.any()
-
-
-def test_a_frozen_parameter_written_after_its_state_was_loaded_is_followed() -> None:
-    """Its main param, which the load made, takes the write over when the parameter is unfrozen."""
-
-    def built(frozen: bool) -> tuple[nn.Parameter, MixedPrecisionOptimizer]:
-        param, other = nn.Parameter(torch.ones(3).half(), requires_grad=not frozen), nn.Parameter(torch.ones(3).half())
-        inner = torch.optim.SGD([param, other], lr=1.0)
-        return param, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0), grads_are_scaled=True)
-
-    param, optimizer = built(frozen=True)
-    optimizer.load_state_dict(built(frozen=False)[1].state_dict())
-    with torch.no_grad():
-        param.fill_(5.0)
-    param.requires_grad_(True).grad = torch.zeros(3).half()
-    optimizer.step()
-    assert param.tolist() == [5.0] * 3
-    assert dict(optimizer.main_params())["0"].tolist() == [5.0] * 3
 
 
 def test_a_new_parameter_does_not_inherit_the_name_of_one_that_is_gone() -> None:

@@ -3,7 +3,6 @@
 import importlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import tomllib
@@ -94,13 +93,6 @@ def test_a_command_in_a_process_of_its_own() -> None:
     assert done.stderr == "error: no checkpoint at nowhere: the folder does not exist\n"
 
 
-@pytest.mark.parametrize("main", [tools, checkpoint, train])
-def test_version_in_process(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """--version needs no other argument."""
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"megascale {megascale.__version__}\n"
-
-
 def _info(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """Return what `info` says, by label, each in one line."""
     assert tools(["info"]) == 0
@@ -131,24 +123,6 @@ def test_info_says_what_runs_and_why_nothing_else_does(
 
 
 @pytest.mark.parametrize(
-    ("asked", "label", "expected"),
-    [
-        ("reference", "backend reference", "chosen; works here"),
-        ("apex", "no backend", "backend 'apex' needs"),
-        ("fast", "no backend", "MEGASCALE_BACKEND must be one of"),
-    ],
-)
-def test_info_of_a_backend_that_was_asked_for(
-    asked: str, label: str, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MEGASCALE_BACKEND is followed, and shown; one that cannot be had is no error here."""
-    monkeypatch.setenv("MEGASCALE_BACKEND", asked)
-    said = _info(capsys)
-    assert said[label].startswith(expected)
-    assert f"MEGASCALE_BACKEND={asked}" in said["environment"]
-
-
-@pytest.mark.parametrize(
     ("module", "arguments"),
     [("omegaconf", []), ("tensorboard", TINY), ("tqdm", TINY), ("sklearn", ["steps=1"])],
 )
@@ -169,55 +143,6 @@ def test_missing_extra_is_named_with_its_pip_command(
     assert train([*arguments, f"output_dir={tmp_path}"]) == 1
     said = capsys.readouterr().err
     assert said == (f"megascale.train: this needs {module}, which is not installed: pip install 'megascale[train]'\n")
-
-
-@pytest.mark.release
-def test_reader_of_the_output_goes_away(tmp_path: Path) -> None:
-    """`| head`: what lists ends without a traceback; a training run goes on to its end, and drops what it prints."""
-    megascale.checkpoint.save(tmp_path / "saved", 3, *build(0))
-    for arguments in (
-        ["megascale.train", "--help"],
-        ["megascale.checkpoint", str(tmp_path / "saved")],
-        ["megascale.checkpoint", str(tmp_path / "saved"), "--step", "3"],
-        ["megascale", "convert", "--help"],
-    ):
-        done = _closed_pipe(*arguments)
-        # argparse swallows the error of what it prints itself.
-        assert (done.returncode, done.stderr) in ((141, ""), (0, "") if "--help" in arguments else ())
-    done = _closed_pipe("megascale.train", *TINY, f"output_dir={tmp_path}", "scaler.scale=4294967296", "wandb_name=run")
-    assert done.returncode == 0
-    assert "Traceback" not in done.stderr
-    assert "BrokenPipe" not in done.stderr
-    assert (tmp_path / "run" / "summary.json").is_file()
-    both = _closed_pipe("megascale.train", *TINY, f"output_dir={tmp_path}", "wandb_name=both", stderr=subprocess.STDOUT)
-    assert both.returncode == 0
-    assert (tmp_path / "both" / "summary.json").is_file()
-
-
-def _closed_pipe(*arguments: str, stderr: int = subprocess.PIPE) -> "subprocess.CompletedProcess[str]":
-    """Run a program whose standard output is a pipe that nobody reads."""
-    reads, writes = os.pipe()
-    os.close(reads)
-    try:
-        return subprocess.run(
-            [sys.executable, "-m", *arguments], stdout=writes, stderr=stderr, text=True, timeout=120, check=False
-        )
-    finally:
-        os.close(writes)
-
-
-def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that does not handle SIGINT itself ends with the shell's status for it."""
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr("megascale.checkpoint.__main__.consolidate", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    try:
-        assert checkpoint(["somewhere", "out.pt"]) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
@@ -259,20 +184,6 @@ def test_refusals_name_what_the_user_typed(
     shown = capsys.readouterr().err
     assert said.format(**names) in shown
     assert "Traceback" not in shown
-
-
-@pytest.mark.slow
-def test_another_task_under_the_same_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run folder holds another task's model: both tasks are named, before any parameter is compared."""
-    options = [f"output_dir={tmp_path}", "wandb_name=run"]
-    assert train([*TINY, *options]) == 0
-    capsys.readouterr()
-    digits = ["digits.size=64", "digits.grid=3", "digits.patch=2", "digits.width=4", "steps=1", "threads=1"]
-    assert train([*digits, *options]) == 2
-    said = capsys.readouterr().err
-    assert "holds a run with other options: " in said
-    assert "task=text there, digits here" in said
-    assert "Give another wandb_name or output_dir, or checkpoint.resume=restart to remove that run" in said
 
 
 def test_a_checkpoint_of_another_program_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

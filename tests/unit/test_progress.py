@@ -60,38 +60,11 @@ def test_saving_loading_and_converting_show_bars(tmp_path: Path) -> None:
         assert shown() == ""
 
 
-@pytest.mark.usefixtures("_small_is_large")
-def test_bars_count_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bar ends near its total: headers add some bytes to the tensors'."""
-    bars: list[Any] = []
-    new = progress._new_bar
-
-    def kept(doing: str, total: int) -> Any:
-        bars.append(new(doing, total))
-        return bars[-1]
-
-    monkeypatch.setattr(progress, "_new_bar", kept)
-    with terminal():
-        model, optimizer = build(0)
-        train(model, optimizer, 0, 1)
-        checkpointer = Checkpointer(tmp_path)
-        path = checkpointer.save(1, model, optimizer)
-        checkpointer.load(model, optimizer)
-        consolidate(tmp_path, tmp_path / "one.pt")
-    assert [bar.desc.removesuffix(": ") for bar in bars] == [
-        "saving", "verifying", "reading", "verifying", "reading", "writing"
-    ]  # fmt: skip
-    (data,) = path.glob("*.safetensors")
-    whole = data.stat().st_size
-    assert (bars[0].n, bars[1].n, bars[1].total) == (whole, whole, whole)
-    assert bars[2].n == bars[2].total > 0
-    assert bars[5].n == (tmp_path / "one.pt").stat().st_size
-
-
 def test_no_bar_in_a_log_for_little_or_without_tqdm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written to a file, nor to a terminal for a small checkpoint, nor without tqdm, which is optional."""
+    model, optimizer = _saved(tmp_path / "small")
     with terminal() as shown:
-        model, optimizer = _saved(tmp_path / "small")
+        Checkpointer(tmp_path / "small").save(2, model, optimizer)
         Checkpointer(tmp_path / "small").load(model, optimizer)
         assert shown() == ""
         monkeypatch.setattr(progress, "LEAST_BYTES", 1)
@@ -103,33 +76,3 @@ def test_no_bar_in_a_log_for_little_or_without_tqdm(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "stderr", log)
     Checkpointer(tmp_path / "log").save(1, model, optimizer)
     assert log.getvalue() == ""
-
-
-@pytest.mark.usefixtures("_small_is_large")
-def test_a_bar_within_a_bar_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is counted goes to the innermost bar, after its end to the one around it, and after that to none."""
-    made: list[Any] = []
-
-    class Bar:
-        def __init__(self, doing: str, total: int) -> None:
-            self.counted, self.is_open = list[int](), True
-            made.append(self)
-
-        def update(self, count: int) -> None:
-            self.counted.append(count)
-
-        def close(self) -> None:
-            self.is_open = False
-
-    monkeypatch.setattr(progress, "_new_bar", Bar)
-    with terminal():
-        with progress.progress_bar("outer", 10, wanted=True):
-            progress.advance(1)
-            with progress.progress_bar("inner", 10, wanted=True):
-                progress.advance(2)
-            progress.advance(3)
-        progress.advance(4)
-        assert [(bar.counted, bar.is_open) for bar in made] == [([1, 3], False), ([2], False)]
-        for total in (progress.LEAST_BYTES - 1, progress.LEAST_BYTES):
-            with progress.progress_bar("least", total, wanted=True):
-                assert len(made) == 2 + (total == progress.LEAST_BYTES)

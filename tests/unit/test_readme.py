@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,15 +26,6 @@ IMPORT = (
 )
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What programs print that each run alone in a fresh interpreter; both at once, as they take seconds to start."""
-    programs = [*_blocks("python"), IMPORT]
-    with ThreadPoolExecutor(len(programs)) as pool:
-        folders = [tmp_path_factory.mktemp("program") for _ in programs]
-        return dict(zip(programs, pool.map(_run, programs, folders), strict=True))
-
-
 def _run(code: str, folder: Path) -> str:
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -44,9 +34,9 @@ def _run(code: str, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(_blocks("python"))))
-def test_example_runs_as_pasted(index: int, printed: dict[str, str]) -> None:
+def test_example_runs_as_pasted(index: int, tmp_path: Path) -> None:
     """Every Python example of the page runs in a fresh interpreter, alone."""
-    assert printed[_blocks("python")[index]].startswith("loss ")
+    assert _run(_blocks("python")[index], tmp_path).startswith("loss ")
 
 
 def test_commands_stand_where_they_are_looked_for() -> None:
@@ -71,6 +61,6 @@ def test_every_line_of_what_is_checked_is_a_test() -> None:
         assert f"def {named[1]}(" in tests, row
 
 
-def test_core_imports_nothing_optional(printed: dict[str, str]) -> None:
+def test_core_imports_nothing_optional(tmp_path: Path) -> None:
     """`import megascale` brings no optional library, no backend that needs one, and no slow part of torch."""
-    assert printed[IMPORT] == "[]\n"
+    assert _run(IMPORT, tmp_path) == "[]\n"

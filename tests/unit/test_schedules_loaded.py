@@ -2,11 +2,9 @@
 
 import warnings
 
-import torch
 from torch.optim import lr_scheduler as torch_lr
 
 from megascale.schedules import LandedLRScheduler
-from tests.counting import OperatorCounter
 from tests.unit.test_schedules import SCHEDULES, _bag, _inner, _Oracle, _step, _wrapped
 
 
@@ -27,13 +25,6 @@ def test_what_is_asked_or_loaded_after_a_skip() -> None:
     assert schedule.last_epoch == 1
 
 
-def test_loaded_rates_are_known_at_once() -> None:
-    """They are the state's, to the bit, before the next step has looked at the groups."""
-    schedule = LandedLRScheduler(torch_lr.ExponentialLR(_wrapped(_inner(_bag())), 0.5))
-    schedule.load_state_dict(schedule.state_dict() | {"_last_lr": [0.7, 0.1]})
-    assert schedule.known_lr() == [0.7, 0.1]
-
-
 def test_rates_of_groups_count_more_than_loaded_ones() -> None:
     """Where only the schedule's state was loaded, it goes on from the rates that the groups hold, as torch's own do."""
     optimizer = _wrapped(_inner(_bag()))
@@ -42,17 +33,3 @@ def test_rates_of_groups_count_more_than_loaded_ones() -> None:
     schedule.load_state_dict(schedule.state_dict() | {"_last_lr": [0.7, 0.1]})
     schedule.step(_step(optimizer, False))
     assert schedule.get_last_lr() == [0.0025, 0.00075]
-
-
-def test_a_rate_that_others_wrote_is_read_once() -> None:
-    """Also where the schedule leaves it as it is for a while."""
-    optimizer = _wrapped(_inner(_bag()))
-    schedule = LandedLRScheduler(torch_lr.StepLR(optimizer, 100))
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.25, dtype=torch.float64)
-    reads = []
-    for _ in range(3):
-        success = _step(optimizer, False)
-        with OperatorCounter() as counter:
-            schedule.step(success)
-        reads.append(counter.host_reads > 0)
-    assert reads == [True, False, False]

@@ -93,21 +93,3 @@ def test_schedules_that_know_their_groups_one_by_one_are_named(name: str) -> Non
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.2})
     with pytest.raises(UsageError, match=rf"param group 2 was added after the {message}"):
         _step(optimizer, schedule)
-
-
-def test_removed_groups_are_named() -> None:
-    """Which schedule was whose cannot be known then."""
-    optimizer = MixedPrecisionOptimizer(_groups())
-    schedule = LandedLRScheduler(torch_lr.ExponentialLR(optimizer, 0.9))
-    del optimizer.param_groups[0]
-    with pytest.raises(UsageError, match="there were 2 param groups when the schedule was built, now there are 1"):
-        _step(optimizer, schedule)
-
-
-def test_a_group_joins_the_only_one() -> None:
-    """It follows the function that was given once for all groups."""
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
-    schedule = LandedLRScheduler(torch_lr.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)))
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.2})
-    _step(optimizer, schedule)
-    assert [float(lr) for lr in schedule.get_last_lr()] == [0.05, 0.1]

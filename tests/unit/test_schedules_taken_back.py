@@ -8,9 +8,9 @@ import torch
 from torch.optim import lr_scheduler as torch_lr
 
 from megascale.schedules import LandedLRScheduler
-from tests.cells import CELLS, Cell, integers
+from tests.cells import Cell, integers
 from tests.pool import RankPool
-from tests.unit.test_schedules import MOMENTUM, SCHEDULES, _bag, _inner, _inner_for, _options, _Oracle, _step, _wrapped
+from tests.unit.test_schedules import SCHEDULES, _bag, _inner, _inner_for, _options, _Oracle, _step, _wrapped
 
 WRITTEN = {"weight_decay": 0.03125, "eps": 2.0**-20, "dampening": 0.25, "nesterov": True}
 
@@ -98,23 +98,6 @@ def test_attributes_reach_the_schedule_and_stay(name: str, through: str) -> None
     assert schedule.state_dict() == oracle.schedule.state_dict()
 
 
-def test_what_an_element_or_an_inner_schedule_was_given_stays() -> None:
-    """A rate within ``base_lrs``, and an attribute of a schedule within a SequentialLR."""
-    optimizer, plain = _wrapped(_inner(_bag())), _inner(_bag())
-    schedule, oracle = LandedLRScheduler(SCHEDULES["sequential"](optimizer)), SCHEDULES["sequential"](plain)
-    plain.step()
-    for step, skip in enumerate((False, True, False, False, True, False)):
-        schedule.step(_step(optimizer, skip))
-        if not skip:
-            oracle.step()
-        if step in (1, 4):
-            for sequential in (schedule.scheduler, oracle):
-                sequential._schedulers[1].T_max = 5 + step  # type: ignore[attr-defined]
-                sequential._schedulers[0].base_lrs[0] = 0.5 * step  # type: ignore[attr-defined]
-    assert schedule.state_dict() == oracle.state_dict()
-    assert schedule.get_last_lr() == oracle.get_last_lr()
-
-
 class _Users(torch_lr.LRScheduler):
     """A schedule of a user's own, with state that it uses up and adds to, and one that decays weight decay."""
 
@@ -154,59 +137,12 @@ def test_a_schedule_of_ones_own(decays: bool) -> None:
     assert schedule.get_last_lr() == [group["lr"] for group in plain.param_groups]
 
 
-@pytest.mark.parametrize("epoch", [2, 7])
-@pytest.mark.parametrize("through", ["wrapper", "schedule"])
-def test_what_the_advance_has_moved_too_stays_as_it_was_set(through: str, epoch: int) -> None:
-    """After a skipped step to epoch 2: to that number as well as to another one, and a list that became longer."""
-    optimizer = _wrapped(_inner(_bag()))
-    schedule = LandedLRScheduler(torch_lr.ExponentialLR(optimizer, 0.5))
-    schedule.step(_step(optimizer, False))
-    schedule.scheduler.notes = [1]  # type: ignore[attr-defined]
-    schedule.step(_step(optimizer, True))
-    if through == "wrapper":
-        schedule.last_epoch = epoch
-    elif epoch != 2:  # which cannot be told from what the advance has left there
-        schedule.scheduler.last_epoch = epoch
-    schedule.scheduler.notes.append(2)  # type: ignore[attr-defined]
-    is_set = through == "wrapper" or epoch != 2
-    schedule.step(_step(optimizer, False))
-    assert schedule.last_epoch == (epoch + 1 if is_set else 2)
-    assert schedule.notes == [1, 2]
-
-
-def test_two_schedules_keep_off_each_others_options() -> None:
-    """One of the rate and one of weight decay, whose advance is not the other's to take back."""
-    optimizer = _wrapped(_inner(_bag()))
-    rate = LandedLRScheduler(torch_lr.ExponentialLR(optimizer, 0.5))
-    decay = LandedLRScheduler(_Users(optimizer, decays=True))
-    start = optimizer.param_groups[0]["weight_decay"]
-    for skip in (True, False, True, False):
-        success = _step(optimizer, skip)
-        rate.step(success)
-        decay.step(success)
-    assert optimizer.param_groups[0]["weight_decay"] == start * 0.25
-
-
-def test_methods_that_are_replaced_are_the_wrappers() -> None:
-    """As of a framework that counts calls: the schedule inside is stepped through its own."""
-    optimizer = _wrapped(_inner(_bag()))
-    schedule: Any = LandedLRScheduler(torch_lr.ExponentialLR(optimizer, 0.5))
-    calls, step = [], schedule.step
-
-    def counted(success: torch.Tensor) -> None:
-        calls.append(success)
-        step(success)
-
-    schedule.step = counted
-    schedule.step(_step(optimizer, False))
-    assert len(calls) == schedule.last_epoch == 1
-
-
-@pytest.mark.default(
-    "float32-fsdp2-compact", "bfloat16-zero1-fp32", "float16-replicated-compact", "float32-zero1-compact"
+@pytest.mark.parametrize(
+    "cell",
+    [Cell(torch.float16, "replicated", "compact"), Cell(torch.bfloat16, "zero1"), Cell(torch.float32, "fsdp2")],
+    ids=str,
 )
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_options_stay_in_every_cell(cell: Cell, ranks: RankPool) -> None:
+def test_options_stay_in_every_layout(cell: Cell, ranks: RankPool) -> None:
     """A skipped step, then weight decay 0.0 and a longer schedule: both are there after the next step."""
     for found in ranks.run(cell.world_size, _life, cell):
         assert found == (0.0, 1000, 1, True)
@@ -229,8 +165,3 @@ def _life(cell: Cell) -> tuple[float, int, int, bool]:
     bare.step()
     is_right = [float(rate) for rate in schedule.get_last_lr()] == bare.get_last_lr()
     return optimizer.param_groups[0]["weight_decay"], schedule.T_max, schedule.last_epoch, is_right
-
-
-def test_momentum_is_not_in_other_schedules() -> None:
-    """The names above that change options are those that the other tests of schedules know."""
-    assert set(MOMENTUM) == {"one_cycle_momentum", "cyclic_momentum"}

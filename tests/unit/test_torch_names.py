@@ -36,33 +36,6 @@ def test_torch_has_it(path: str) -> None:
     assert hasattr(holder, name) or re.search(rf"\b{name}\b", inspect.getsource(holder)), path
 
 
-SOURCES = {
-    "an import": ("from torch.x._y import z", "torch.x._y.z"),
-    "a module's alias": ("import torch.distributed as dist\ndist._world", "torch.distributed._world"),
-    "a chain": ("import torch\ntorch._C._dispatch.now()", "torch._C._dispatch"),
-    "an attribute": ("def f(tensor):\n    return tensor._base", "_base"),
-    "a string": ("def f(tensor):\n    return getattr(tensor, '_base', None)", "_base"),
-    "a module's attribute": ("def f(module):\n    return module._own", "torch.nn.Module._own"),
-    "a base's attribute": (
-        "import torch\nclass Ours(torch.amp.GradScaler):\n    def f(self):\n        self._scale = 1",
-        "torch.amp.GradScaler._scale",
-    ),
-    "a base's method": (
-        "import torch\nclass Ours(torch.amp.GradScaler):\n    def _unscale_grads_(self): ...",
-        "torch.amp.GradScaler._unscale_grads_",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_uses_are_found(kind: str, tmp_path: Path) -> None:
-    """Each way to use a private name is found, and what a file defines itself is not one."""
-    source, name = SOURCES[kind]
-    ours = "\nclass Own:\n    def __init__(self):\n        self._own = 1\n    def g(self, other): return other._own"
-    (tmp_path / "used.py").write_text(source + ours)
-    assert uses(tmp_path) == {name: {"used.py"}}
-
-
 SUPPORTED = f"megascale supports torch {OLDEST} to {NEWEST}"
 
 

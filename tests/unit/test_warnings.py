@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import megascale
-from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig, amp
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.kernels import selection
-from megascale.utils import call_site
 
 
 def _here() -> int:
@@ -60,34 +59,6 @@ def test_a_backend_that_is_missing_is_warned_of_at_the_constructor(monkeypatch: 
 
 def _unavailable(_: torch.device | None) -> None:
     raise megascale.errors.UsageError("no compiler")
-
-
-def test_without_a_line_of_the_user_the_caller_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a thread of the library's own."""
-    monkeypatch.setattr(call_site, "_is_user_code", lambda frame: False)
-    with pytest.warns(RuntimeWarning, match="^said$") as caught:
-        call_site.warn("said", RuntimeWarning)
-    assert caught[0].filename == __file__
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="without CUDA a scaler for it is disabled")
-def test_a_scaler_that_disables_itself_shows_the_line_that_made_it() -> None:
-    """As torch's does, through the decorator of its constructor."""
-    line = _here() + 2
-    with pytest.warns(UserWarning, match="CUDA is not available") as caught:
-        amp.GradScaler("cuda")
-    assert (caught[0].filename, caught[0].lineno) == (__file__, line)
-
-
-def test_cast_buffers_show_the_line_that_builds_the_optimizer() -> None:
-    """Which is where the model can still be cast otherwise."""
-    model = nn.BatchNorm1d(4).half()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    line = _here() + 2
-    with pytest.warns(UserWarning, match="have 16 bits") as caught:
-        megascale.DistributedOptimizer(inner, None, ConstantGradScaler(1.0), modules=model)
-    found = next(each for each in caught if "have 16 bits" in str(each.message))
-    assert (found.filename, found.lineno) == (__file__, line)
 
 
 @pytest.mark.parametrize("scale", [2.0, 1.0])

@@ -1,6 +1,5 @@
 """autocast and the half dtype: no argument is needed, torch's are taken, a decorator follows a later choice."""
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,33 +123,6 @@ def test_compiled_functions_follow_the_choice(decorated: bool) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         set_half_dtype(dtype)
         assert compiled(INPUT).dtype == dtype
-
-
-def test_choice_holds_in_every_thread() -> None:
-    """The choice is the process's; regions are the thread's own, as torch's are."""
-    set_half_dtype("float16")
-    seen: list[Any] = []
-
-    def work() -> None:
-        seen.append(LAYER(INPUT).dtype)
-        with autocast():
-            seen.append(LAYER(INPUT).dtype)
-
-    with autocast():
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert seen == [torch.float32, torch.float16]
-
-
-def test_regions_that_have_begun_keep_their_dtype() -> None:
-    """A choice inside a region counts from the next one on."""
-    set_half_dtype("float16")
-    with autocast(cache_enabled=False):  # torch's cache of cast weights does not tell their dtypes apart
-        set_half_dtype("bfloat16")
-        assert LAYER(INPUT).dtype == torch.float16
-        with autocast():
-            assert LAYER(INPUT).dtype == torch.bfloat16
 
 
 def test_cbfloat16_is_refused_with_the_reason() -> None:

@@ -101,12 +101,3 @@ def test_codes_that_torch_has_cast_are_refused() -> None:
     assert all(state["exp_avg"].dtype == torch.float32 for state in optimizer.state.values())
     with pytest.raises(UsageError, match="holds exp_avg as 8-bit codes"):
         optimizer_step(_loss(module), optimizer, GradScaler("cpu"))
-
-
-def test_second_moments_alone_are_named() -> None:
-    """Where the first moment is fp32 the second one is what cannot be read; a parameter without a name has a number."""
-    module = model(torch.float32)
-    optimizer = torch.optim.AdamW(module.parameters())
-    _step_wrapped(module, optimizer, **SECOND)
-    with pytest.raises(UsageError, match="state of '0' in AdamW holds exp_avg_sq as 8-bit codes"):
-        optimizer_step(_loss(module), optimizer, GradScaler("cpu"))

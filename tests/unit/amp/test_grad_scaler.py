@@ -3,6 +3,7 @@
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -250,6 +251,13 @@ def test_defaults(kind: type[Scaler]) -> None:
         assert caught[0].filename == __file__
 
 
+def _step(layer: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, factor: float) -> None:
+    optimizer.zero_grad()
+    scaler.scale(layer(torch.ones(1, 3)).sum()).backward(torch.tensor(factor))
+    scaler.step(optimizer)
+    scaler.update()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_more_skips_in_a_row_than_are_allowed(fused: bool) -> None:
     """An error after the scale has moved, and at each further skip; it names the worst parameter. A clean step begins
@@ -258,13 +266,7 @@ def test_more_skips_in_a_row_than_are_allowed(fused: bool) -> None:
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(layer.named_parameters(), fused=fused)
     scaler = pickle.loads(pickle.dumps(GradScaler("cpu", init_scale=2.0**10, max_consecutive_skips=2)))
-
-    def step(factor: float) -> None:
-        optimizer.zero_grad()
-        scaler.scale(layer(torch.ones(1, 3)).sum()).backward(torch.tensor(factor))
-        scaler.step(optimizer)
-        scaler.update()
-
+    step = partial(_step, layer, optimizer, scaler)
     for factor in (math.inf, math.inf, 1.0, math.inf, math.inf):
         step(factor)
     for count in (3, 4):
@@ -285,13 +287,7 @@ def test_more_overflows_at_the_smallest_scale_than_are_allowed(constant: bool) -
         "cpu", 4.0, min_scale=2.0, loss_scale=2.0 if constant else None, hysteresis=2, max_overflows_at_min_scale=2
     )
     scaler = pickle.loads(pickle.dumps(made))
-
-    def step(factor: float) -> None:
-        optimizer.zero_grad()
-        scaler.scale(layer(torch.ones(1, 3)).sum()).backward(torch.tensor(factor))
-        scaler.step(optimizer)
-        scaler.update()
-
+    step = partial(_step, layer, optimizer, scaler)
     for factor in (math.inf, math.inf, math.inf, math.inf, 1.0, math.inf, math.inf):
         step(factor)
     if constant:

@@ -1,8 +1,8 @@
-"""Every pattern of torch's page "Automatic Mixed Precision examples", run with torch's names and with ours.
+"""Patterns of torch's page "Automatic Mixed Precision examples" that need our autocast, or ranks, with both imports.
 
 https://docs.pytorch.org/docs/stable/notes/amp_examples.html. Only the names differ: the same code gets torch's
-``autocast`` and ``GradScaler``, or ours. Parameters, scales and skips must agree in every bit. The page's DataParallel
-and several GPUs per process are not here: they change nothing for autocast and scaler.
+``autocast`` and ``GradScaler``, or ours. Parameters, scales and skips must agree in every bit.
+test_grad_scaler_bits.py has the page's other patterns.
 """
 
 import contextlib
@@ -21,9 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 import megascale.amp
 from tests.pool import RankPool
 from tests.training import bits_equal
-
-EPOCHS = range(2)
-MAX_NORM = 0.5
 
 
 class Names(NamedTuple):
@@ -79,133 +76,6 @@ def trace(scaler: torch.amp.GradScaler, *modules: nn.Module) -> Trace:
 
 
 # The page's examples
-
-
-@pattern
-def typical(names: Names, dtype: torch.dtype, fused: bool) -> Trace:
-    """Typical Mixed Precision Training."""
-    model = net()
-    optimizer = opt(model, fused)
-    scaler = names.GradScaler("cpu")
-    seen = []
-    for _epoch in EPOCHS:
-        for input, target in data():
-            optimizer.zero_grad()
-            with names.autocast(device_type="cpu", dtype=dtype):
-                output = model(input)
-                assert output.dtype is dtype
-                loss = loss_fn(output, target)
-                assert loss.dtype is torch.float32
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            seen += trace(scaler, model)
-    return seen
-
-
-@pattern
-def gradient_clipping(names: Names, dtype: torch.dtype, fused: bool) -> Trace:
-    """Gradient clipping, by norm and then by value, on unscaled gradients."""
-    model = net()
-    optimizer = opt(model, fused)
-    scaler = names.GradScaler("cpu")
-    seen = []
-    for _epoch in EPOCHS:
-        for input, target in data():
-            optimizer.zero_grad()
-            with names.autocast(device_type="cpu", dtype=dtype):
-                output = model(input)
-                loss = loss_fn(output, target)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
-            torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
-            scaler.step(optimizer)
-            scaler.update()
-            seen += trace(scaler, model)
-    return seen
-
-
-@pattern
-def gradient_accumulation(names: Names, dtype: torch.dtype, fused: bool) -> Trace:
-    """Gradient accumulation: the loss is divided, and the scale stays over the micro-batches of a step."""
-    model = net()
-    optimizer = opt(model, fused)
-    scaler = names.GradScaler("cpu")
-    iters_to_accumulate = 2
-    seen = []
-    for _epoch in EPOCHS:
-        for i, (input, target) in enumerate(data(8)):
-            with names.autocast(device_type="cpu", dtype=dtype):
-                output = model(input)
-                loss = loss_fn(output, target)
-                loss = loss / iters_to_accumulate
-            scaler.scale(loss).backward()
-            if (i + 1) % iters_to_accumulate == 0:
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-                seen += trace(scaler, model)
-    return seen
-
-
-@pattern
-def gradient_penalty(names: Names, dtype: torch.dtype, fused: bool) -> Trace:
-    """Gradient penalty: gradients made out of place by torch.autograd.grad, unscaled by hand, backward through them."""
-    model = net()
-    optimizer = opt(model, fused)
-    scaler = names.GradScaler("cpu")
-    seen = []
-    for _epoch in EPOCHS:
-        for input, target in data():
-            optimizer.zero_grad()
-            with names.autocast(device_type="cpu", dtype=dtype):
-                output = model(input)
-                loss = loss_fn(output, target)
-            scaled_grad_params = torch.autograd.grad(
-                outputs=scaler.scale(loss), inputs=list(model.parameters()), create_graph=True
-            )
-            inv_scale = 1.0 / scaler.get_scale()
-            grad_params = [p * inv_scale for p in scaled_grad_params]
-            with names.autocast(device_type="cpu", dtype=dtype):
-                grad_norm = torch.zeros(())
-                for grad in grad_params:
-                    grad_norm = grad_norm + grad.pow(2).sum()
-                loss = loss + grad_norm.sqrt()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            seen += trace(scaler, model)
-    return seen
-
-
-@pattern
-def several_models_losses_and_optimizers(names: Names, dtype: torch.dtype, fused: bool) -> Trace:
-    """One scaler for two models, losses and optimizers, one of which is unscaled by hand; either may skip alone."""
-    model0, model1 = net(0), net(1)
-    optimizer0, optimizer1 = opt(model0, fused), opt(model1, not fused)
-    scaler = names.GradScaler("cpu")
-    seen = []
-    for epoch in EPOCHS:
-        for input, target in data():
-            optimizer0.zero_grad()
-            optimizer1.zero_grad()
-            with names.autocast(device_type="cpu", dtype=dtype):
-                output0 = model0(input)
-                output1 = model1(input)
-                loss0 = loss_fn(2 * output0 + 3 * output1, target)
-                loss1 = loss_fn(3 * output0 - 5 * output1, target.nan_to_num(posinf=0.0))
-                if epoch == 1:  # now only model1 overflows
-                    loss0 = loss1
-                    loss1 = loss_fn(output1, target)
-            scaler.scale(loss0).backward(retain_graph=True)
-            scaler.scale(loss1).backward()
-            scaler.unscale_(optimizer0)
-            scaler.step(optimizer0)
-            scaler.step(optimizer1)
-            scaler.update()
-            seen += trace(scaler, model0, model1)
-    return seen
 
 
 class MultiplyAdd(torch.autograd.Function):

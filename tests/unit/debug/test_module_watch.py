@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, amp
-from megascale.debug import TensorStatistics, report_overflows, watch
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer
+from megascale.debug import NonFiniteModule, TensorStatistics, report_overflows, watch
 from megascale.errors import ArgumentTypeError
 from tests.counting import OperatorCounter
+from tests.overflow_cases import report_of
 
 
 class _GrowGrad(torch.autograd.Function):
@@ -58,6 +59,14 @@ def _model(backward: bool) -> nn.Module:
     return _Named(nn.Sequential(_Grow(backward), _Grow(backward), _Grow(backward)))
 
 
+def _first(seen: Any) -> NonFiniteModule:
+    """Return the first event, which there must have been."""
+    found: NonFiniteModule | None = seen.first()
+    if found is None:
+        raise LookupError("nothing was seen")
+    return found
+
+
 def test_first_output_that_overflows() -> None:
     """The module inside names itself before those that call it; its input's statistics are those of that call."""
     model = _model(backward=False)
@@ -65,8 +74,7 @@ def test_first_output_that_overflows() -> None:
     model(torch.full((2, 2), 1e-6).half())
     assert seen.first() is None
     model(torch.tensor([1.0, -2.0, 0.0, 60.0]).half())
-    found = seen.first()
-    assert found is not None
+    found = _first(seen)
     assert (found.module, found.phase, found.call) == ("grow.1", "forward", 1)
     assert (found.inputs.minimum, found.inputs.maximum, found.inputs.share_non_finite) == (-2000.0, 60000.0, 0.0)
     assert found.inputs.mean_abs == 15750.0
@@ -91,8 +99,7 @@ def test_the_first_of_several_is_kept() -> None:
     module = nn.Sequential(_Spoils(), _Spoils(), nn.Identity())
     seen = watch(module)
     module(torch.ones(4))
-    first = seen.first()
-    assert first is not None
+    first = _first(seen)
     assert first.module == "0"
 
 
@@ -102,8 +109,7 @@ def test_first_gradient_that_overflows() -> None:
     inputs = torch.ones(3, dtype=torch.float16, requires_grad=True)
     with watch(model) as seen:
         model(inputs).sum().backward()
-    found = seen.first()
-    assert found is not None
+    found = _first(seen)
     assert (found.module, found.phase) == ("grow.0", "backward")
     assert str(found).startswith("gradient of the output of 'grow.0' (call 0): ")
     assert found.inputs.maximum == 1.0
@@ -145,31 +151,11 @@ def test_structures_and_integers_pass() -> None:
     model = Nest()
     seen = watch(model)
     model(torch.arange(3), x=torch.tensor([1.0, torch.inf]))
-    found = seen.first()
-    assert found is not None
+    found = _first(seen)
     assert found.module == "Nest"
     assert found.found == TensorStatistics(1.0, 1.0, 1.0, 0.5, torch.float32)
     with pytest.raises(ArgumentTypeError, match="model must be a"):
         watch(3)  # type: ignore[arg-type]
-
-
-def test_statistics_of_nothing_finite_are_zero() -> None:
-    """Of inputs that are all NaN, and of outputs without elements, which are no event."""
-
-    class Empties(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x[:0], x[:0].half()
-
-    model: nn.Module = Empties()
-    seen = watch(model)
-    model(torch.ones(3))
-    assert seen.first() is None
-    model = nn.Identity()
-    seen = watch(model)
-    model(torch.full((3,), torch.nan))
-    found = seen.first()
-    assert found is not None
-    assert found.found == TensorStatistics(0.0, 0.0, 0.0, 1.0, torch.float32)
 
 
 def test_a_step_does_not_hide_the_first_event() -> None:
@@ -177,13 +163,11 @@ def test_a_step_does_not_hide_the_first_event() -> None:
     module = nn.Sequential(_Spoils(), nn.Identity())
     seen = watch(module)
     module(torch.ones(4))
-    taken = seen.take().first()
-    assert taken is not None
+    taken = _first(seen.take())
     assert (taken.module, taken.call) == ("0", 0)
     module(torch.ones(4))
     assert seen.first() == taken
-    later = seen.take().first()
-    assert later is not None
+    later = _first(seen.take())
     assert (later.module, later.call) == ("0", 1)
 
 
@@ -216,8 +200,7 @@ def test_overflow_reports_name_the_module(late: bool, tmp_path: Path, caplog: py
     with caplog.at_level(logging.WARNING, logger="megascale"):
         for value in (0.0, 1.0, 0.0, torch.nan, 0.0):
             _step(model, optimizer, value)
-    report = optimizer.last_overflow()
-    assert report is not None
+    report = report_of(optimizer)
     assert report.module is not None
     assert (report.step, report.module.module, report.module.phase, report.module.rank) == (3, "0", "forward", 0)
     assert f"first on rank 0: {report.module}" in str(report)
@@ -225,50 +208,10 @@ def test_overflow_reports_name_the_module(late: bool, tmp_path: Path, caplog: py
     rows = [json.loads(line) for line in (tmp_path / "overflows.jsonl").read_text().splitlines()]
     found = {(row["step"], row["module"], row["module_phase"], row["module_rank"]) for row in rows}
     assert found == {(1, "1", "forward", 0), (3, "0", "forward", 0)}
-    first = seen.first()
-    assert first is not None
+    first = _first(seen)
     assert first.module == "1"
     model(torch.full((1, 4), torch.nan).half())
     seen.remove()
     _step(model, optimizer, torch.nan)
-    report = optimizer.last_overflow()
-    assert report is not None
+    report = report_of(optimizer)
     assert (report.step, report.module) == (5, None)
-
-
-def test_a_watch_that_was_removed_tells_no_step() -> None:
-    """Not even what it has seen before; a watch that stays does."""
-    model, optimizer = _overflowing_optimizer()
-    removed, _kept = watch(model), watch(next(model.children()))
-    model(torch.ones(1, 4).half())
-    removed.remove()
-    _step(model, optimizer, 1.0)
-    report = optimizer.last_overflow()
-    assert report is not None
-    assert report.module is not None
-    assert (report.module.module, report.module.phase) == ("Linear", "backward")
-
-
-def test_reports_name_modules_of_their_own_model() -> None:
-    """Of the watch of another model, which may be gone, an optimizer learns nothing. A GradScaler's names it, too."""
-    model, optimizer = _overflowing_optimizer()
-    other, _ = _overflowing_optimizer()
-    _others = watch(other)
-    other(torch.full((2, 4), torch.nan).half())
-    _step(model, optimizer, 1.0)
-    report = optimizer.last_overflow()
-    assert report is not None
-    assert report.module is None
-    del other
-    gc.collect()
-    _step(model, optimizer, 1.0)
-    plain = nn.Linear(2, 1)
-    scaler, inner = amp.GradScaler("cpu"), torch.optim.SGD(plain.parameters(), lr=0.1)
-    _kept = watch(plain)
-    scaler.scale(plain(torch.full((1, 2), torch.inf)).sum()).backward()
-    scaler.step(inner)
-    scaler.update()
-    report = scaler.last_overflow()
-    assert report is not None
-    assert report.module is not None
-    assert report.module.module == "Linear"

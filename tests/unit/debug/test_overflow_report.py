@@ -22,7 +22,7 @@ from megascale.step.overflow_report import OverflowEntry, OverflowReport, in_ord
 from megascale.step.overflows import OverflowRecorder
 from megascale.utils.collectives import all_gather_object
 from tests.counting import OperatorCounter
-from tests.overflow_cases import AmpLoop, Planted, rows_of, step
+from tests.overflow_cases import AmpLoop, Planted, report_of, rows_of, step
 
 KEYS = {
     *("step", "scale", "rank", "parameter", "kind", "num_inf", "num_nan", "numel", "largest_finite", "micro_batch"),
@@ -56,8 +56,7 @@ def test_the_last_overflow_is_named() -> None:
     assert step(model, optimizer)
     assert optimizer.last_overflow() is None
     _overflow(model, optimizer)
-    report = optimizer.last_overflow()
-    assert report is not None
+    report = report_of(optimizer)
     assert step(model, optimizer)
     assert optimizer.last_overflow(gather=True) == replace(report, all_ranks=True, at_the_step=())
     assert rows_of(report) == [ROW]
@@ -86,21 +85,6 @@ def test_ranks_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
-def test_steps_are_counted_over_a_load() -> None:
-    """A report's step continues from saved counts, of steps that landed and that were skipped."""
-    model, optimizer = _wrapped()
-    for _ in range(3):
-        step(model, optimizer)
-    _overflow(model, optimizer)
-    other_model, other = _wrapped()
-    step(other_model, other)
-    other.load_state_dict(optimizer.state_dict())
-    _overflow(other_model, other)
-    report = other.last_overflow()
-    assert report is not None
-    assert report.step == 4
-
-
 def test_origin_is_the_latest_parameter_of_the_first_micro_batch() -> None:
     """Backward carries inf and NaN towards the input, so that the origin is the last in the order of forward."""
     model, optimizer = _wrapped()
@@ -112,13 +96,11 @@ def test_origin_is_the_latest_parameter_of_the_first_micro_batch() -> None:
     optimizer.scale_loss(model(inputs).float().sum()).backward()
     optimizer.scale_loss(model.head(torch.full((3, 8), math.inf).half()).float().sum()).backward()
     optimizer.step()
-    report = optimizer.last_overflow()
-    assert report is not None
+    report = report_of(optimizer)
     assert [(one.parameter, one.micro_batch) for one in report.entries] == [("middle.weight", 1), ("head.weight", 2)]
     assert report.origin is report.entries[0]
     _overflow(model, optimizer)
-    report = optimizer.last_overflow()
-    assert report is not None
+    report = report_of(optimizer)
     assert [one.micro_batch for one in report.entries] == [0]
 
 
@@ -135,8 +117,7 @@ def test_a_loss_that_was_not_finite_is_told_and_no_parameter_blamed(late: bool) 
     optimizer.step()
     if late:
         assert step(model, optimizer)
-    report = optimizer.last_overflow()
-    assert report is not None
+    report = report_of(optimizer)
     assert report.origin is None
     assert report.loss_was_finite is False
     assert len(report.entries) == 3
@@ -144,47 +125,6 @@ def test_a_loss_that_was_not_finite_is_told_and_no_parameter_blamed(late: bool) 
     assert "likely" not in str(report) + line_of(report, 1)
     assert report.worst().startswith("; the loss was nan on rank 0")
     assert {(row["origin"], row["loss_finite"]) for row in report.rows()} == {(False, False)}
-
-
-def test_an_overflow_of_backward_says_that_the_loss_was_finite() -> None:
-    """So that nobody searches forward."""
-    model, optimizer = _wrapped()
-    _overflow(model, optimizer)
-    report = optimizer.last_overflow()
-    assert report is not None
-    assert report.loss_was_finite is True
-    assert str(report).splitlines()[0].endswith("1 parameter with non-finite gradients, the loss was finite")
-    assert report.worst().startswith("; most inf or NaN: 'middle.weight'")
-
-
-def test_nothing_but_nan_tells_of_the_loss_where_nobody_scaled_it() -> None:
-    """By hand, with get_loss_scale(): the loss is unknown, its gradients are not. With inf among them it is unclear."""
-    for value, blamed in ((math.nan, True), (math.inf, False)):
-        model, optimizer = _wrapped()
-        loss = model(torch.ones(3, 6).half()).float().sum() * optimizer.get_loss_scale()
-        loss.backward(torch.full_like(loss, value))
-        optimizer.step()
-        report = optimizer.last_overflow()
-        assert report is not None
-        assert report.losses is None
-        assert report.loss_was_finite is None
-        assert (report.origin is None) is blamed
-        assert ("the loss itself was probably inf or NaN" in str(report)) is blamed
-
-
-def test_a_loss_after_the_first_overflow_is_no_cause() -> None:
-    """Micro-batch 0 overflows in backward, the loss of micro-batch 1 is NaN: the search begins at the first."""
-    model, optimizer = _wrapped()
-    report_overflows(optimizer, log=False)
-    model.values = [math.inf]
-    optimizer.scale_loss(model(torch.ones(3, 6).half()).float().sum()).backward()
-    model.values = []
-    optimizer.scale_loss(model(torch.full((3, 6), math.nan).half()).float().sum()).backward()
-    optimizer.step()
-    report = optimizer.last_overflow()
-    assert report is not None
-    assert report.origin is not None
-    assert (report.origin.parameter, report.loss_was_finite) == ("middle.weight", True)
 
 
 def test_losses_are_bounded_and_forgotten() -> None:
@@ -224,39 +164,9 @@ def test_the_order_of_the_model_tells_the_origin() -> None:
         loss = optimizer.scale_loss(model(torch.ones(3, 6).half()).float().sum())
         loss.backward(torch.tensor(math.inf))  # every gradient overflows
         optimizer.step()
-        report = optimizer.last_overflow()
-        assert report is not None
+        report = report_of(optimizer)
         assert report.origin is not None
         assert report.origin.parameter == origin
-
-
-def test_a_scaler_names_sparse_gradients_and_those_given_by_hand() -> None:
-    """By the model, as the torch optimizer knows no names. Of a sparse gradient the elements that it holds."""
-    model = nn.Embedding(3, 2, sparse=True)
-    scaler, inner = amp.GradScaler("cpu", 2.0**4), torch.optim.SGD(model.parameters(), lr=0.1)
-    report_overflows(scaler, model=model, log=False)
-    scaler.scale((model(torch.tensor([1])) * torch.tensor([1.0, math.inf])).sum()).backward()
-    scaler.step(inner)
-    scaler.update()
-    report = scaler.last_overflow()
-    assert rows_of(report) == [("weight", 0, "inf", 1, 0)]
-    assert report is not None
-    assert report.entries[0].numel == 2
-    model.weight.grad = torch.full((3, 2), math.nan)
-    scaler.step(inner)
-    scaler.update()
-    assert rows_of(scaler.last_overflow()) == [("weight", 0, "nan", 0, 6)]
-
-
-def test_gradients_given_by_hand_are_reported() -> None:
-    """No backward made them, so no hook has seen them."""
-    model, optimizer = _wrapped()
-    report_overflows(optimizer, log=False)
-    step(model, optimizer)
-    optimizer.get_loss_scale()
-    model.head.bias.grad = torch.full_like(model.head.bias, math.nan)
-    optimizer.step()
-    assert rows_of(optimizer.last_overflow()) == [("head.bias", 0, "nan", 0, 2)]
 
 
 def test_a_sum_of_squares_beyond_fp32_has_no_entries() -> None:
@@ -265,11 +175,9 @@ def test_a_sum_of_squares_beyond_fp32_has_no_entries() -> None:
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     model.weight.grad = torch.full_like(model.weight, 1e30)
     assert not bool(optimizer.step().success)
-    report = optimizer.last_overflow()
-    assert report is not None
+    report = report_of(optimizer)
     assert str(report).endswith("last_overflow(gather=True), on every rank, tells of all")
-    report = optimizer.last_overflow(gather=True)
-    assert report is not None
+    report = report_of(optimizer, gather=True)
     assert (report.entries, report.scale) == ((), 1.0)
     assert "the sum of their squares is beyond fp32" in str(report)
 
@@ -286,22 +194,10 @@ def test_kinds_are_named_between_steps_only(late: bool) -> None:
     assert step(model, optimizer)
     model.middle.weight.grad = torch.zeros_like(model.middle.weight)
     model.middle.weight.grad[0, :2] = math.inf  # of the next backward, as many as there were
-    report = optimizer.last_overflow()
+    report = report_of(optimizer)
     assert rows_of(report) == [("middle.weight", 0, None, None, None)]
-    assert report is not None
     assert (report.step, report.entries[0].num_non_finite, report.scale) == (1, 2, None if late else 2.0**3)
     assert "2 inf or nan" in str(report)
-
-
-def test_the_newest_of_two_skips_is_told() -> None:
-    """Also where the host has learnt of the first one only."""
-    model, optimizer = _wrapped()
-    _as_on_an_accelerator(optimizer)
-    for newest in range(3):
-        _overflow(model, optimizer)
-        report = optimizer.last_overflow()
-        assert report is not None
-        assert report.step == newest
 
 
 def test_other_gradients_are_not_taken_for_those_of_the_step() -> None:
@@ -321,9 +217,8 @@ def test_a_reporter_tells_everything_one_step_late() -> None:
     assert reporter.num_skips == 0
     assert step(model, optimizer)
     assert reporter.num_skips == 1
-    report = optimizer.last_overflow()
+    report = report_of(optimizer)
     assert rows_of(report) == [ROW]
-    assert report is not None
     assert (report.step, report.scale) == (0, 2.0**4)
 
 
@@ -457,9 +352,8 @@ def test_amp_names_parameters() -> None:
     assert step(model, loop)
     assert loop.last_overflow() is None
     _overflow(model, loop)
-    report = loop.last_overflow()
+    report = report_of(loop)
     assert rows_of(report) == [ROW]
-    assert report is not None
     assert (report.step, report.scale) == (1, 2.0**4)
     assert amp.GradScaler("cpu", enabled=False).last_overflow() is None
 
@@ -489,25 +383,6 @@ def test_ranks_are_merged() -> None:
     assert "more" not in str(report)
 
 
-def test_origin_where_micro_batches_are_unknown() -> None:
-    """An unknown one may be the first, and comes before a known later one; of several ranks the lowest is named."""
-    late = replace(_entry("b", 0, 1), micro_batch=1)
-    ranks = [_watched((late,), ()), *(_watched((_entry("a", n, 0),), ()) for n in (2, 1))]
-    origin = merged(ranks).origin
-    assert origin is not None
-    assert (origin.parameter, origin.micro_batch, origin.rank) == ("a", None, 1)
-    assert replace(origin, num_inf=None).kind is None
-
-
-def test_a_line_names_ranks_and_kind() -> None:
-    """One rank or all, and what is known of the kind."""
-    everywhere = merged([OverflowReport(3, 8.0, (_entry("a", rank, 0),)) for rank in range(3)])
-    unknown = replace(_entry("a", 1, 0), num_inf=None, num_nan=None)
-    one_rank = merged([_watched((), ()), _watched((unknown,), ())])
-    assert "likely from 'a' (all ranks: 1 of 8 inf); skip 3, the next line is about skip 6" in line_of(everywhere, 3)
-    assert "likely from 'a' (rank 1: 1 of 8 inf or nan);" in line_of(one_rank, 1)
-
-
 def test_the_module_of_the_first_forward_is_told() -> None:
     """Of several ranks: forward before backward, then the earliest call, then the lowest rank."""
     numbers = TensorStatistics(0.0, 1.0, 0.5, 0.0, torch.float16)
@@ -521,31 +396,6 @@ def test_the_module_of_the_first_forward_is_told() -> None:
     assert (module.module, module.rank) == ("b", 3)
 
 
-def test_long_reports_are_cut() -> None:
-    """A table of many rows is cut, and shows the origin all the same."""
-    report = _watched(tuple(_entry(f"p{place}", 0, place) for place in range(100)), ())
-    lines = str(report).splitlines()
-    assert len(lines) == 2 + 32 + 1
-    assert lines[-2].startswith("p99 <- likely origin")
-    assert lines[-1] == "and 68 more"
-
-
-def test_micro_batches_that_nobody_looked_at_are_unknown() -> None:
-    """One loss: its backward made the gradients. Of two, either may have."""
-    model, optimizer = _wrapped()
-    optimizer.zero_grad()
-    for _ in range(2):
-        optimizer.scale_loss(model(torch.full((3, 6), math.inf).half()).float().sum()).backward()
-    optimizer.step()
-    report = optimizer.last_overflow()
-    assert report is not None
-    assert {entry.micro_batch for entry in report.entries} == {None}
-    _overflow(model, optimizer)
-    report = optimizer.last_overflow()
-    assert report is not None
-    assert {entry.micro_batch for entry in report.entries} == {0}
-
-
 def test_steps_of_a_graph_are_reported_as_they_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of a captured step are written anew by each replay: a report is about the last one."""
     model, optimizer = _wrapped()
@@ -555,8 +405,7 @@ def test_steps_of_a_graph_are_reported_as_they_are_replayed(monkeypatch: pytest.
     captured = optimizer.recipe.captured()
     reporter = report_overflows(optimizer, log=False)
     for replays in range(1, 3):
-        report = optimizer.last_overflow()
-        assert report is not None
+        report = report_of(optimizer)
         assert report.step == replays - 1
         optimizer.recipe.after_replay(captured)
         assert reporter.num_skips == replays

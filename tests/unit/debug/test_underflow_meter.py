@@ -1,6 +1,5 @@
 """UnderflowMeter and local_grad(): what fp16 loses of the gradients, and how far they are from overflow."""
 
-import gc
 import math
 from typing import Any
 
@@ -14,12 +13,9 @@ from megascale import (
     ChainedOptimizer,
     ConstantGradScaler,
     DistributedOptimizer,
-    DynamicGradScaler,
     MixedPrecisionOptimizer,
-    OptimizerConfig,
 )
 from megascale.debug import UnderflowMeter
-from megascale.debug.underflow import _added, _measure
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_sync import GradSync
 from tests.counting import OperatorCounter
@@ -62,34 +58,6 @@ def test_shares_and_headroom() -> None:
     }
 
 
-def test_scale_of_a_step_that_clipping_began() -> None:
-    """The scale is the one that scaled the loss, although clip_grad_norm_() has updated the scaler before step()."""
-    params, optimizer = _wrapped()
-    optimizer.grad_scaler = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, 1, 1)
-    meter = UnderflowMeter(optimizer, every=1)
-    for _ in range(2):
-        _give(params)
-        optimizer.clip_grad_norm_(torch.inf)
-        optimizer.step()
-    assert (meter.latest["step"], meter.latest["scale"]) == (0.0, SCALE)
-    assert meter.flush()["scale"] == 2 * SCALE
-
-
-def test_groups_without_gradients_are_left_out() -> None:
-    """Those of no gradient and of no element; the others keep their index. All zeros leave the scale as it is."""
-    params, _ = _wrapped()
-    empty = nn.Parameter(torch.ones(0).half())
-    inner = torch.optim.SGD([{"params": [one]} for one in (params[0], empty, params[1])], lr=0.0)
-    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(SCALE), grads_are_scaled=True)
-    meter = UnderflowMeter(optimizer, every=1)
-    empty.grad = torch.ones(0).half()
-    params[1].grad = torch.zeros(8).half()
-    optimizer.step()
-    numbers = {"zeros": 1.0, "subnormals": 0.0, "headroom": math.inf}
-    expected = {"step": 0.0, "scale": SCALE, "suggested_scale": SCALE}
-    assert meter.flush() == expected | {f"group2/{name}": value for name, value in numbers.items()}
-
-
 def test_without_a_scaler_the_scale_is_1() -> None:
     """Gradients of fp32 are measured as if they were fp16: every 100th step, the first among them."""
     param = nn.Parameter(torch.ones(2))
@@ -101,18 +69,6 @@ def test_without_a_scaler_the_scale_is_1() -> None:
         steps.add(meter.latest.get("step"))
     assert steps == {None, 0.0, 100.0}
     assert (meter.latest["scale"], meter.latest["suggested_scale"]) == (1.0, 2.0**4)
-
-
-def test_counts_are_exact_beyond_fp32() -> None:
-    """Elements of large parameters are counted one by one."""
-    numel = 2**24 + 1
-    assert _measure(torch.zeros(1).half().expand(numel), 1.0).tolist() == [numel, numel, numel, 0.0]
-
-
-def test_groups_that_only_another_rank_has_are_added() -> None:
-    """The first rank may have no gradient of a group."""
-    other = {"step": 0.0, "0/zeros": 1.0, "0/small": 1.0, "0/numel": 2.0, "0/largest": 0.5}
-    assert _added([{"step": 0.0}, other]) == other
 
 
 def test_only_sampled_steps_cost_operators() -> None:
@@ -207,15 +163,6 @@ def test_a_skipped_step_is_no_sample() -> None:
     assert meter.flush()["step"] == 0
 
 
-def test_a_step_skipped_for_another_ranks_sake_is_no_sample() -> None:
-    """This rank's gradients are finite, and the step was skipped all the same: here because it was a spike."""
-    params, optimizer = _wrapped(config=OptimizerConfig(fp16=True, loss_scale=SCALE, grad_norm_skip_threshold=1e-3))
-    meter = UnderflowMeter(optimizer, every=1)
-    _give(params)
-    optimizer.step()
-    assert meter.flush() == {}
-
-
 def test_bad_arguments_are_refused() -> None:
     """Something else than our optimizer, and no steps between samples."""
     params, optimizer = _wrapped()
@@ -223,34 +170,6 @@ def test_bad_arguments_are_refused() -> None:
         UnderflowMeter(torch.optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="every must be"):
         UnderflowMeter(optimizer, every=0)
-
-
-@pytest.mark.parametrize("is_chained_first", [True, False])
-def test_member_of_a_chain_is_refused_by_name(is_chained_first: bool) -> None:
-    """It would never say anything; once the chain is gone, the member steps alone and is measured."""
-    params, optimizer = _wrapped()
-    chain = None
-    if is_chained_first:
-        chain = ChainedOptimizer([optimizer])
-        with pytest.raises(UsageError, match="the optimizer of 'a', 'b' is a member of a ChainedOptimizer"):
-            UnderflowMeter(optimizer)
-    else:
-        early = UnderflowMeter(optimizer, every=1)
-        chain = ChainedOptimizer([optimizer])
-        for numbers in (lambda: early.latest, early.flush, lambda: early.flush(gather=True)):
-            with pytest.raises(UsageError, match="make the UnderflowMeter of the ChainedOptimizer"):
-                numbers()
-    meter = UnderflowMeter(chain, every=1)
-    _give(params)
-    chain.step()
-    assert meter.flush()["step"] == 0
-    meter.remove()
-    del meter, chain
-    gc.collect()
-    alone = UnderflowMeter(optimizer, every=1)
-    _give(params)
-    optimizer.step()
-    assert alone.flush()["group1/headroom"] == math.log2(65504) - 12
 
 
 def _place(grad: Tensor | None) -> int:
