@@ -1,23 +1,12 @@
-"""A thread that waits for other ranks' messages, and a wait for that thread that ends when a rank is lost.
-
-When a connection closes, gloo fails the messages that have not begun; a message that has begun waits for the process
-group's timeout, half an hour. Such a wait cannot be ended from outside, and a shorter timeout would close the
-connections to ranks that are only slow. So a thread waits for messages, and the caller waits for the thread and probes
-from time to time whether the connection still exists.
-"""
+"""A thread that exchanges messages with other ranks, or updates in host memory, while the program goes on."""
 
 import atexit
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread, current_thread
 from weakref import finalize
 
-from megascale.utils.collectives import LostMessage, Pending
-
-PROBE_INTERVAL_S = 5.0
-"""Time between two probes, in seconds. A lost rank is known after two of them at most."""
 EXIT_PATIENCE_S = 1.0
 """How long the end of the process waits for a running task, in seconds."""
 
@@ -35,7 +24,6 @@ class MessageThread:
     def __init__(self) -> None:
         self._tasks: _Tasks | None = None
         self._thread: Thread | None = None
-        self._awaited: Pending | None = None
         self._end: Callable[[], object] | None = None
 
     def submit(self, task: Callable[[], None]) -> "Future[None]":
@@ -57,34 +45,14 @@ class MessageThread:
             self._end()
         self._tasks = self._end = None
 
-    def wait(self, messages: Pending) -> None:
-        """Wait for ``messages``. Called by tasks."""
-        self._awaited = messages
-        try:
-            messages.wait()
-        finally:
-            self._awaited = None
-
     def result(self, future: "Future[None]") -> None:
         """Wait for the end of a task, and raise what it raised.
-
-        Also raises, as the backend does, if the thread waits for a message whose connection is closed. Two probes in a
-        row must find the same message, so that one that has just arrived does not count as lost.
 
         The thread itself does not wait: it would wait for ever, and runs that task next. It comes here where Python's
         garbage collector, which runs in any thread, frees what waits for its tasks when it is freed.
         """
-        if current_thread() is self._thread:
-            return
-        lost: LostMessage | None = None
-        while not future.done():
-            with suppress(TimeoutError):  # of this wait, not of the task
-                future.exception(PROBE_INTERVAL_S)
-            awaited = self._awaited
-            before, lost = lost, None if awaited is None else awaited.find_lost()
-            if before is not None and lost is not None and before.work is lost.work and not future.done():
-                raise lost.error
-        future.result()
+        if current_thread() is not self._thread:
+            future.result()
 
 
 def _serve(tasks: _Tasks) -> None:

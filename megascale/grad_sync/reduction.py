@@ -260,7 +260,6 @@ class P2PReduceScatter(BucketReduction):
             others = len(self.cuts) - 1
             places = self._thread.memory(2 * others * width, flat).view(2, others, width)
             under_way: deque[tuple[Pending, Tensor, Tensor, Tensor]] = deque()
-            errors: list[Exception] = []
             longest = max(end - begin for begin, end in self.cuts)
             for index, start in enumerate(range(0, longest, MESSAGE)):
                 # The next message is exchanged while this one is summed.
@@ -269,22 +268,13 @@ class P2PReduceScatter(BucketReduction):
                 arrived = places[index % 2, :, : own.numel()]
                 under_way.append((exchange_start(arrived, sent, self.group.shard, self._tag), arrived, own, kept))
                 if len(under_way) == 2:
-                    self._sum(*under_way.popleft(), errors)
+                    self._sum(*under_way.popleft())
             for exchange in under_way:
-                self._sum(*exchange, errors)
-            if errors:
-                raise errors[0]
+                self._sum(*exchange)
 
-    def _sum(self, exchange: Pending, arrived: Tensor, own: Tensor, kept: Tensor, errors: list[Exception]) -> None:
-        """Wait for one message from every other rank, sum them and this rank's ``own`` into ``kept``, and divide.
-
-        If a rank is lost the error goes into ``errors``: the others still wait for this rank's messages.
-        """
-        try:
-            self._thread.wait(exchange)
-        except Exception as error:  # whatever the backend raises
-            errors.append(error)
-            return
+    def _sum(self, exchange: Pending, arrived: Tensor, own: Tensor, kept: Tensor) -> None:
+        """Wait for one message from every other rank, sum them and this rank's ``own`` into ``kept``, and divide."""
+        exchange.wait()
         others = list(arrived.unbind())
         sources = [*others[: self.rank], own, *others[self.rank :]]
         left = self.left_to_divide()

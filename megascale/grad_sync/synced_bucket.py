@@ -9,7 +9,10 @@ from torch import nn
 from megascale.grad_sync.bucket import FlatBucket
 from megascale.grad_sync.reduction import BucketReduction, Divisor
 from megascale.parallel import GradGroup
-from megascale.utils.collectives import PROBE_TAG, group_rank
+from megascale.utils.collectives import group_rank
+
+GATHER_BIT = 1 << 30
+"""Set in the tags of the messages that gather a bucket's model params, not in those of its reduction."""
 
 
 @dataclass(eq=False)
@@ -58,4 +61,4 @@ def tag_of(names: Iterable[str]) -> int:
 
     Buckets of several optimizers may be reduced over one group at once, started in another order on each rank.
     """
-    return zlib.crc32("\n".join(names).encode()) % PROBE_TAG
+    return zlib.crc32("\n".join(names).encode()) % GATHER_BIT

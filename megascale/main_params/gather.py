@@ -13,14 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from megascale.grad_sync.message_thread import MessageThread
-from megascale.grad_sync.synced_bucket import SyncedBucket
+from megascale.grad_sync.synced_bucket import GATHER_BIT, SyncedBucket
 from megascale.main_params.gather_hooks import GatherHooks
 from megascale.main_params.write_tracker import WriteWatch
 from megascale.utils.collectives import Pending, all_gather_start, group_size, is_message_passing
 from megascale.utils.streams import Arrival, has_streams
-
-_GATHER_BIT = 1 << 30
-"""Set in the tags of a bucket's gather, not in those of its reduction."""
 
 
 class GatheredBucket:
@@ -64,7 +61,7 @@ class GatheredBucket:
         self._is_replaced = behind is not None or group_size(self.synced.group.shard) > 1
         device = self.memory.flat.device
         if behind is None:
-            self._start()
+            self._arrival = Arrival(self._gathering().wait, device)
         elif is_message_passing(self.synced.group.shard, device) and not has_streams(device):
             arrival = self._thread.submit(partial(self._gather_behind, behind))
             self._arrival = Arrival(partial(self._thread.result, arrival), device)
@@ -80,22 +77,15 @@ class GatheredBucket:
         behind, self._behind = self._behind, None
         if behind is not None:
             behind()
-            self._start()
+            self._arrival = Arrival(self._gathering().wait, self.memory.flat.device)
 
     def _gather_behind(self, behind: Callable[[], None]) -> None:
         behind()
-        self._thread.wait(self._gathering())
-
-    def _start(self) -> None:
-        gathering = self._gathering()
-        device = self.memory.flat.device
-        is_messages = is_message_passing(self.synced.group.shard, device)
-        self._arrival = Arrival(self._in_thread(gathering) if is_messages else gathering.wait, device)
+        self._gathering().wait()
 
     def _gathering(self) -> Pending:
-        shard = self.memory.shard(self.synced.rank)
-        group, tag = self.synced.group.shard, self.synced.tag | _GATHER_BIT
-        return all_gather_start(self.memory.flat, shard, group, tag, self._uneven)
+        shard, tag = self.memory.shard(self.synced.rank), self.synced.tag | GATHER_BIT
+        return all_gather_start(self.memory.flat, shard, self.synced.group.shard, tag, self._uneven)
 
     @property
     def waits_for_shard(self) -> bool:
@@ -119,10 +109,6 @@ class GatheredBucket:
         """Wait for the gather; streams that wait for the current one later need not wait themselves."""
         self.wait()
         self._arrival = None
-
-    def _in_thread(self, gathering: Pending) -> Callable[[], None]:
-        arrival = self._thread.submit(partial(self._thread.wait, gathering))
-        return partial(self._thread.result, arrival)
 
 
 class ParamGather:

@@ -5,13 +5,13 @@ A group of None means "this rank alone": every function then returns without com
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import lru_cache, partial
-from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
-
-PROBE_TAG = 1 << 29
-"""Tag of the probes of :meth:`Pending.find_lost`, which nobody receives. No other message has it."""
 
 PATIENCE_S = 10.0
 """After how many seconds a rank warns that others do not make a call which all make together."""
@@ -125,74 +122,30 @@ def _reduction(average: bool) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
-class LostMessage(NamedTuple):
-    """A message that is waited for but will not come."""
-
-    work: Work
-    error: Exception
-
-
 class Pending:
     """Messages in progress that are waited for together. Keeps their tensors alive until then.
 
     Args:
-        starts: for each message the other rank's index in the group (None: all ranks) and the function that starts it.
+        works: None for what needed no message.
         tensors: what the messages read and write.
-        group: of the ranks.
     """
 
-    def __init__(
-        self,
-        starts: Sequence[tuple[int | None, Callable[[], Work | None]]],
-        tensors: Sequence[Tensor] = (),
-        group: ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, works: Iterable[Work | None], tensors: Sequence[Tensor] = ()) -> None:
+        self._works = [work for work in works if work is not None]
         self._tensors = tensors
-        self._group = group
-        self._works: list[tuple[int | None, Work]] = []
-        self._lost: set[int | None] = set()
-        self._awaited: tuple[int | None, Work] | None = None
-        self._error: Exception | None = None
-        for peer, start in starts:
-            work = self._keep_error(peer, start)
-            if work is not None:
-                self._works.append((peer, work))
+        self._waiting = Lock()
 
     def wait(self) -> None:
-        """Wait for all messages. If a rank is lost, wait for the other ranks' messages, then raise the error.
+        """Wait for all messages. Any thread may call it, any number of times.
 
-        Further messages of the lost rank are not waited for, as gloo never ends one that has begun.
+        Raises:
+            RuntimeError: of the backend, where a rank is lost: at once, or when the process group's timeout is over.
         """
-        for peer, work in self._works:
-            if peer not in self._lost:
-                self._awaited = (peer, work)
-                self._keep_error(peer, work.wait)
-        self._works, self._tensors, self._awaited = [], (), None
-        if self._error is not None:
-            raise self._error
-
-    def find_lost(self) -> LostMessage | None:
-        """Return the message that :meth:`wait` waits for in another thread, if its connection is closed.
-
-        The probe costs the other rank a few bytes, for a message that it never receives.
-        """
-        awaited = self._awaited
-        if awaited is None or awaited[0] is None:
-            return None
-        peer, work = awaited
-        try:
-            dist.isend(torch.empty(0, device="cpu"), group=self._group, group_dst=peer, tag=PROBE_TAG)
-        except Exception as error:  # whatever the backend raises
-            return LostMessage(work, error)
-        return None
-
-    def _keep_error(self, peer: int | None, call: Callable[[], T]) -> T | None:
-        try:
-            return call()
-        except Exception as error:  # whatever the backend raises
-            self._error = self._error or error
-            self._lost.add(peer)
-            return None
+        with self._waiting:  # gloo tells of a message's end once: a second thread would wait for ever
+            while self._works:
+                self._works[0].wait()
+                del self._works[0]  # a message that has failed stays: it never counts as arrived
+            self._tensors = ()
 
 
 def is_message_passing(group: ProcessGroup | None, device: torch.device) -> bool:
@@ -259,10 +212,8 @@ def all_gather_start(
         return Pending([])
     if not is_message_passing(group, tensor.device):
         if shards is not None:
-            start = partial(dist.all_gather, list(shards), shard, group=group, async_op=True)
-        else:
-            start = partial(_all_gather, tensor, shard, group=group, async_op=True)
-        return Pending([(None, start)], [tensor])
+            return Pending([dist.all_gather(list(shards), shard, group=group, async_op=True)], [tensor])
+        return Pending([_all_gather(tensor, shard, group=group, async_op=True)], [tensor])
     places = shards or tensor.view(group_size(group), -1).unbind()
     others = _others(group)
     receive = [(other, places[other]) for other in others]
@@ -277,11 +228,9 @@ def _messages(
     tensors: Sequence[Tensor],
 ) -> Pending:
     """Start all receives, then all sends. What is empty does not travel: both sides know its size."""
-    full = [(peer, place) for peer, place in receive if place.numel()]
-    starts = [(peer, partial(dist.irecv, place, group=group, group_src=peer, tag=tag)) for peer, place in full]
-    full = [(peer, part) for peer, part in send if part.numel()]
-    starts += [(peer, partial(dist.isend, part, group=group, group_dst=peer, tag=tag)) for peer, part in full]
-    return Pending(starts, tensors, group)
+    works = [dist.irecv(to, group=group, group_src=peer, tag=tag) for peer, to in receive if to.numel()]
+    works += [dist.isend(part, group=group, group_dst=peer, tag=tag) for peer, part in send if part.numel()]
+    return Pending(works, tensors)
 
 
 def _others(group: ProcessGroup | None) -> list[int]:

@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +21,9 @@ import torch.distributed as dist
 
 from megascale import DistributedOptimizer
 from megascale.checkpoint import Checkpointer
-from megascale.grad_sync import message_thread
 from megascale.step.host_update import HostUpdate
 from tests.distributed.test_distributed_optimizer import INNER, config_of, flat, net, scaler, sharded, weights
+from tests.pool import GLOO_TIMEOUT_S
 
 STEPS = 40
 SAVE_EVERY = 4
@@ -77,7 +78,6 @@ def train(folder: Path, how: How, steps: int = STEPS) -> tuple[int, str]:
     mark = folder / f"updating_{rank}"
     mark.unlink(missing_ok=True)
     (folder / f"begun_{rank}").touch()
-    message_thread.PROBE_INTERVAL_S = 0.5  # a lost message is known after two of these: 1 s here, else 10
     with Checkpointer(folder, keep_last=2, async_save=how.asynchronous) as checkpointer:
         module = net()
         optimizer = _optimizer(module, mark, how)
@@ -111,7 +111,7 @@ def main() -> None:
     """Join the ranks of torchrun, train, and write each rank's end beside the checkpoints."""
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=GLOO_TIMEOUT_S))
     if dist.get_rank() == 0:
         print("begun", flush=True)
     resumed_at, digest = train(folder / "checkpoints", How(asynchronous="async" in sys.argv[2:]))

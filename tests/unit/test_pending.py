@@ -14,70 +14,58 @@ from megascale.utils.collectives import Pending, _joined
 
 @dataclass
 class _Message:
-    """A message to or from ``peer``, as a backend's Work: it fails where it is started, where it is waited for, or not.
+    """A message, as a backend's Work. It fails if ``fails``, else arrives ``after`` an event; gloo tells of it once.
 
-    ``log`` gets the name of each that has been waited for.
+    ``log`` gets its name each time that somebody waits for it.
     """
 
     name: str
-    peer: int
     log: list[str]
-    fails: str | None = None
-
-    def start(self) -> Any:
-        if self.fails == "start":
-            raise RuntimeError(f"no start of {self.name}")
-        return self
+    fails: bool = False
+    after: threading.Event | None = None
 
     def wait(self) -> bool:
         self.log.append(self.name)
-        if self.fails == "wait":
+        if self.fails:
             raise RuntimeError(f"no end of {self.name}")
+        assert self.after is None or self.after.wait(60)
         return True
 
 
-def _pending(log: list[str], **fails: str) -> Pending:
-    """Return messages a and b of rank 1, c and d of rank 2."""
-    messages = [_Message(name, peer, log, fails.get(name)) for name, peer in (("a", 1), ("b", 1), ("c", 2), ("d", 2))]
-    return Pending([(one.peer, one.start) for one in messages], [torch.ones(2)])
+def _pending(*messages: Any) -> Pending:
+    return Pending(messages, [torch.ones(2)])
 
 
 def test_all_messages_are_waited_for_once() -> None:
-    """A second wait() has nothing to wait for; a start that returns None needed no message."""
+    """A second wait() has nothing to wait for; None needed no message."""
     log: list[str] = []
-    pending = _pending(log)
+    pending = _pending(_Message("a", log), None, _Message("b", log))
     pending.wait()
     pending.wait()
-    assert log == ["a", "b", "c", "d"]
-    Pending([(1, lambda: None), (None, lambda: None)]).wait()
+    assert log == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("fails", "waited"),
-    [
-        ({"a": "wait"}, ["a", "c", "d"]),
-        ({"a": "start"}, ["c", "d"]),
-        ({"b": "wait"}, ["a", "b", "c", "d"]),
-        ({"d": "start"}, ["a", "b"]),
-    ],
-)
-def test_a_lost_rank_is_raised_after_the_others_messages(fails: dict[str, str], waited: list[str]) -> None:
-    """Its further messages would never end; what the others sent is complete. A failed message is never taken for one
-    that has arrived: the numbers in its memory are anything.
-    """
+def test_a_message_that_failed_never_counts_as_arrived() -> None:
+    """The numbers in its memory are anything: who waits again is told again."""
     log: list[str] = []
-    pending = _pending(log, **fails)
-    [(name, where)] = fails.items()
-    with pytest.raises(RuntimeError, match=f"no {'start' if where == 'start' else 'end'} of {name}"):
-        pending.wait()
-    assert log == waited
+    pending = _pending(_Message("a", log), _Message("b", log, fails=True), _Message("c", log))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no end of b"):
+            pending.wait()
+    assert log == ["a", "b", "b"]
 
 
-def test_of_several_errors_the_first_is_raised() -> None:
-    """The others may follow from it."""
-    log: list[str] = []
-    with pytest.raises(RuntimeError, match="no start of c"):
-        _pending(log, a="wait", c="start").wait()
+def test_two_threads_wait_for_the_same_messages() -> None:
+    """Modules may run in several threads; the backend tells of each message to one of them."""
+    log, arrives = list[str](), threading.Event()
+    pending = _pending(_Message("a", log, after=arrives))
+    both = [threading.Thread(target=pending.wait, daemon=True) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    arrives.set()
+    for thread in both:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in both)
     assert log == ["a"]
 
 
