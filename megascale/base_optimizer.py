@@ -62,12 +62,11 @@ class MegascaleOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
         """Take one step with the gradients that backward left, or skip it on every rank alike.
 
-        After :meth:`prepare_grads` it takes the step that was decided there, if its gradients are there unchanged, or
-        were dropped.
+        After :meth:`prepare_grads` it takes the step that was decided there.
 
         Raises:
             UsageError: for a closure; for gradients of a loss that was not scaled, or that differ between ranks which
-                hold the same parameters; for gradients that have changed since :meth:`prepare_grads`.
+                hold the same parameters.
             GradientError: for a sparse gradient, naming the parameter.
             StateDictError: in the first step, for an option of a param group that a state dict cannot hold.
             MainParamOverflowError: for a main param that rounds to inf in fp16, naming the parameter.
@@ -85,12 +84,12 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         The scaler is updated here, as Megatron-Core does it, so that a caller may leave out the second half of a
         skipped step. The decision keeps the reciprocal of the scale that scaled this step's loss.
 
-        :meth:`step_with_ready_grads` or :meth:`step` then takes the step, once. Gradients are measured once: a second
-        call without :meth:`zero_grad` before it raises UsageError.
+        :meth:`step_with_ready_grads` or :meth:`step` then takes the step, once; :meth:`zero_grad` drops it. Leave
+        gradients alone in between, but for :meth:`clip_grad_value_`: the update reads those that are there, and norm
+        and `found_inf` stay those that were measured here. A second call raises UsageError if neither the step was
+        taken nor :meth:`zero_grad` called.
         """
-        decision = self.recipe.prepare(self._settings_error())
-        self.recipe.hold_grads()
-        return decision.found_inf
+        return self.recipe.prepare(self._settings_error()).found_inf
 
     @property
     def decision(self) -> Decision | None:
@@ -202,13 +201,12 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         return self.recipe.get_loss_scale()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop (or zero) all gradients, those of ``grad_sync`` too."""
+        """Drop (or zero) all gradients, those of ``grad_sync`` too, and a step that was prepared and not taken."""
         for member in self.recipe.members:
             member.require_not_lent("zero_grad()")
         super().zero_grad(set_to_none)
+        self.recipe.discard_prepared()
         for member in self.recipe.members:
-            if member.held is not None:
-                member.held.are_zeroed = True
             if member.grad_sync is not None:
                 member.grad_sync.zero_()
 

@@ -98,7 +98,7 @@ class DeferredErrors:
             self._raise_together()
         return known
 
-    def record(self, error: MegascaleError) -> None:
+    def record(self, error: Exception) -> None:
         """Record an error of this rank after the decision: :meth:`raise_local` or the next step raises it."""
         self._error = self._error or error
 

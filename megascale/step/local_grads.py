@@ -160,13 +160,10 @@ class ReadyGrads:
 
     def grad_of(self, param: MainParam) -> Tensor | None:
         """Return what this rank has of a gradient, as it is: the main grad, or the local part of ``param.grad``."""
-        grad = self.holder_of(param)
-        return None if grad is None else to_local(grad)
-
-    def holder_of(self, param: MainParam) -> Tensor | None:
-        """Return the tensor that holds a gradient: the main grad, or ``param.grad`` itself."""
         grad = self._main_grad(param)
-        return param.model.grad if grad is None else grad
+        if grad is None:
+            grad = param.model.grad
+        return None if grad is None else to_local(grad)
 
     def finish(self, main_params: MainParams) -> MegascaleError | None:
         """Finish reductions, also on a failed rank, as others wait for it; return the error of an unusable gradient.
@@ -322,19 +319,3 @@ def _misplaced(name: str) -> GradientError:
         f"the main grad of {name!r} was given other memory or another shape, where no reduction reaches it; write into "
         "the tensor in place"
     )
-
-
-def checked_grads(unit: UpdateUnit, grads: TensorList) -> TensorList:
-    """Return gradients that were kept since the decision, checked again.
-
-    Raises GradientError, naming the parameter, for one that is no longer what it was.
-    """
-    for param, grad in zip(unit.params, grads, strict=True):
-        fault = tensor_fault(grad)
-        shape, device = to_local(param.main).shape, param.part.device  # the main param may be in host memory
-        if fault is not None or grad.shape != shape or grad.device != device:
-            raise GradientError(
-                f"the gradient of {param.name!r} {fault or f'became {tuple(grad.shape)} on {grad.device}'} between "
-                "prepare_grads() and step_with_ready_grads(); leave gradients in place until the step is done"
-            )
-    return TensorList(grads)

@@ -1,6 +1,6 @@
 """StepMember: one optimizer's part in a step. It measures its gradients, and updates its parameters as decided."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from weakref import ReferenceType, ref
 
@@ -13,16 +13,14 @@ from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Backend, Decision
 from megascale.main_params.base import MainParams
-from megascale.main_params.update_unit import UpdateUnit
 from megascale.parallel import ParallelGroups
 from megascale.step import grad_stats
 from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
-from megascale.step.held_grads import HeldGrads
 from megascale.step.host_update import HostUpdate
 from megascale.step.joined_states import states_of
 from megascale.step.kernel_update import KernelUpdate
-from megascale.step.local_grads import Collected, ReadyGrads, checked_grads
+from megascale.step.local_grads import Collected, ReadyGrads
 from megascale.step.torch_states import is_per_element
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import PendingUpdate
@@ -51,7 +49,6 @@ class StepMember:
 
     Attributes:
         ready: a step that is decided and not yet taken.
-        held: its gradients, once :meth:`hold_grads` was called.
         is_lent: whether the wrapped optimizer holds its main params just now, outside of a step.
         grads: what collects its gradients.
         unverified_params: by name, parameters that GradSync reduces and whose first values no rank has compared yet.
@@ -90,7 +87,6 @@ class StepMember:
         self.counter = StepCounter(device)
         self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None
-        self.held: HeldGrads | None = None
         self.is_lent = False
         self._chain: ReferenceType[object] | None = None
         self.unverified_params: dict[str, nn.Parameter] = {}
@@ -264,26 +260,7 @@ class StepMember:
         present = {id(param.model) for update in collected.updates for param in update.params}
         return {name: param for name, param in everywhere.items() if id(param) not in present}
 
-    # After it
-
-    def hold_grads(self) -> None:
-        """Hold references to the ready step's gradients: the caller may drop its own before the update."""
-        updates = self.ready.updates if self.ready else []
-        self.held = HeldGrads([param for update in updates for param in update.params], self.grads.holder_of)
-
-    def checked_again(self, ready: ReadyStep) -> ReadyStep:
-        """Return a ready step whose tensors were checked again, as the caller may have changed them.
-
-        Raises GradientError or UsageError if a tensor is no longer the one of the decision.
-        """
-        self.sync_from_model()
-        checked, units = [], set(self.main_params.units())
-        for update in ready.updates:
-            if update.whole not in units:  # they lie elsewhere by now
-                unit = UpdateUnit(update.unit.group, update.unit.params)
-                update = replace(update, unit=unit, whole=unit, indices=None)
-            checked.append(replace(update, grads=checked_grads(update.unit, update.grads)))
-        return replace(ready, updates=self.update.prepare(checked))
+    # For a graph that holds the step
 
     def memory_layout(self) -> list[object]:
         """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""

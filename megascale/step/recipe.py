@@ -14,9 +14,10 @@ half moves the loss scale, so that the same gradients must not be prepared twice
 is this rank's alone and comes too late to stop the others: it is recorded, this rank goes on to the gathers, for which
 others wait, and all ranks raise it with the statistics of the next step.
 
-**Between the halves** the caller may write gradients, drop them, or load weights. In an undivided step nothing can have
-changed, and nothing is checked twice. Otherwise references to the gradients are held, and all tensors are
-checked again before a kernel is given their addresses. Loaded weights discard the decision.
+**Between the halves** the caller leaves gradients alone. In an undivided step nothing can have changed, and nothing is
+collected twice. Otherwise :meth:`StepRecipe.apply` collects gradients again, so that a kernel is given no address that
+has moved; it takes those that it finds, with the decision of those that were measured. ``zero_grad()`` and loaded state
+discard the decision.
 """
 
 import gc
@@ -39,7 +40,6 @@ from megascale.step.arguments import refuse_fake_mode, require_values
 from megascale.step.deferred_errors import DeferredErrors
 from megascale.step.facts import FactsOfSteps
 from megascale.step.grad_stats import GradStats
-from megascale.step.held_grads import HeldGrads
 from megascale.step.local_grads import Collected
 from megascale.step.main_grads import LentGrads, require_lendable
 from megascale.step.member import ReadyStep, StepMember
@@ -150,12 +150,12 @@ class StepRecipe:
     # Both halves
 
     def step(self, error: MegascaleError | None = None) -> StepResult:
-        """Take a step, the one that :meth:`hold_grads` has left, if its gradients were not zeroed since.
+        """Take a step: the one that :meth:`prepare` has left, where there is one.
 
-        All ranks must have zeroed them, or none: a step that is held exchanges no statistics again.
+        It is there on all ranks, or on none: a step that is decided exchanges no statistics again.
         """
-        if self.members[0].held is not None and self._held():
-            return self.apply(as_measured=True)
+        if self._is_prepared():
+            return self.apply()
         self.prepare(error)
         return self._take(self._ready(_UNPREPARED))
 
@@ -166,8 +166,12 @@ class StepRecipe:
         self._check_surroundings()
         error = self._in_a_chain() or error
         scaler, scaled = self._grad_scaler, self._is_loss_scaled()
-        if self.members[0].held is not None:
-            error = error or self._measured_twice(scaled)
+        if self._is_prepared():
+            error = error or UsageError(
+                "prepare_grads() has measured these gradients already, and updated the loss scale: take the step that "
+                "it decided with step_with_ready_grads() or step(), or call optimizer.zero_grad() before the next "
+                "backward"
+            )
         if not scaled and self.errors.consensus.is_alone:
             error = error or unscaled_loss_error()
         # From here to raise_agreed() an error is counted, never raised: the other ranks wait for this one in agree().
@@ -189,11 +193,11 @@ class StepRecipe:
                 self._times_asked = scaler.times_asked()
         # Last: a step is ready only if no rank has refused it.
         for member, own in zip(self.members, collected, strict=True):
-            member.ready, member.held = ReadyStep(own.updates, decision), None
+            member.ready = ReadyStep(own.updates, decision)
         return decision
 
     def prepare_clipped(self, max_norm: float, norm_type: float, error: MegascaleError | None = None) -> Tensor:
-        """Prepare and hold a step that clips to ``max_norm`` in place of ``clip_grad``; return the unclipped norm.
+        """Prepare a step that clips to ``max_norm`` in place of ``clip_grad``; return the unclipped norm.
 
         ``error``: as for :meth:`prepare`.
         """
@@ -210,13 +214,10 @@ class StepRecipe:
             decision = self.prepare(error)
         finally:
             self.clip_grad = own
-        self.hold_grads()
         return decision.grad_norm
 
-    def hold_grads(self) -> None:
-        """Hold references to the ready step's gradients: the caller may drop its own before the update."""
-        for member in self.members:
-            member.hold_grads()
+    def _is_prepared(self) -> bool:
+        return all(member.ready is not None for member in self.members)
 
     @property
     def decision(self) -> Decision | None:
@@ -231,16 +232,11 @@ class StepRecipe:
                 for grad in update.grads:
                     bound = to_device_async(max_value / ready.decision.coefficient, grad.device)
                     torch.clamp(grad, -bound, bound, out=grad)
-        for member in self.members:
-            if member.held is not None:
-                member.held.accept_writes()
 
     # The second half
 
-    def apply(self, *, as_measured: bool = False) -> StepResult:
+    def apply(self) -> StepResult:
         """Update and gather, where the step lands. All members are updated before an error is raised.
-
-        ``as_measured``: gradients that have changed since they were measured are an error.
 
         An error here is this rank's alone. Others wait for its gathers, so it takes part in them, and all ranks raise
         the error at the next step.
@@ -249,9 +245,7 @@ class StepRecipe:
         self._check_surroundings()
         if (error := self._in_a_chain()) is not None:
             raise error  # nobody waits for this rank yet, and the chain can still take its step
-        if self.members[0].held is not None:
-            ready = self._checked_again(ready, as_measured)
-        return self._take(ready)
+        return self._take(self._collected_again(ready))
 
     def _take(self, ready: list[ReadyStep]) -> StepResult:
         """Take a decided step, whose tensors cannot have changed since they were checked."""
@@ -270,7 +264,7 @@ class StepRecipe:
     def discard_prepared(self) -> None:
         """Drop a step that was decided on and not taken; called when main params were replaced, too."""
         for member in self.members:
-            member.ready = member.held = None
+            member.ready = None
 
     def start_anew(self, *, is_whole: bool) -> None:
         """Forget the step that was prepared and recorded errors; called when state was replaced.
@@ -484,41 +478,18 @@ class StepRecipe:
         is_spike = (overflow.grad_norm > self._most_norm).float()
         return overflow, replace(overflow, found_inf=torch.maximum(overflow.found_inf, is_spike))
 
-    def _held(self) -> list[HeldGrads]:
-        """Return the gradients that a decided step waits to take, of all members; none if any were zeroed since."""
-        held = [member.held for member in self.members if member.held is not None]
-        return [] if len(held) < len(self.members) or any(one.are_zeroed for one in held) else held
-
-    def _measured_twice(self, scaled: bool) -> UsageError | None:
-        """Return an error if the gradients are those that a held step has measured, and rescaled the loss after.
-
-        ``scaled``: whether the scale was read since. Then gradients that were written in place can be those of another
-        loss.
-        """
-        held = self._held()
-        if not any(one.are_there for one in held):
-            return None
-        if any(one.replaced() or (scaled and one.written()) for one in held):
-            return None
-        return UsageError(
-            "prepare_grads() has measured these gradients already, and updated the loss scale: take the step that it "
-            "decided with step_with_ready_grads() or step(), or call optimizer.zero_grad() before the next backward"
-        )
-
-    def _checked_again(self, ready: list[ReadyStep], as_measured: bool) -> list[ReadyStep]:
-        """Return the ready steps with their tensors checked again, or steps that update nothing where one has changed.
+    def _collected_again(self, ready: list[ReadyStep]) -> list[ReadyStep]:
+        """Return the ready steps with the gradients that are there now; steps that update nothing on an error.
 
         Raises the error at once where this rank is alone. Nothing has changed then.
         """
-        try:
-            for member in self.members if as_measured else ():
-                if member.held is not None:
-                    member.held.require_unchanged()
-            return [member.checked_again(own) for member, own in zip(self.members, ready, strict=True)]
-        except MegascaleError as error:
-            if group_size(self.groups.grad_stats) == 1:
-                raise
-            self.errors.record(error)
+        collected = [member.collect() for member in self.members]
+        error = next((own.error for own in collected if own.error is not None), None)
+        if error is None:
+            return [replace(old, updates=own.updates) for old, own in zip(ready, collected, strict=True)]
+        if group_size(self.groups.grad_stats) == 1:
+            raise error
+        self.errors.record(error)
         for member, own in zip(self.members, ready, strict=True):
             for update in own.updates:
                 member.main_params.mark_written(update.unit)  # other ranks gather it from this one

@@ -1,4 +1,4 @@
-"""The two halves of a step on shards: gradients that the caller drops between them are neither lost nor read early."""
+"""The two halves of a step on several ranks: what all have prepared is taken once, on all or on none."""
 
 import pytest
 import torch

@@ -89,8 +89,8 @@ def _check_log(folder: Path, steps: int, resumed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "async_save"), [(0, "false"), (1, "true")])
 def test_the_other_rank_ends_and_one_rank_goes_on(tmp_path: Path, victim: int, async_save: str) -> None:
-    """One of two ranks is killed in mid-run: the other's process ends by itself, with an error, by the end of the group's
-    timeout; its threads keep nothing alive. One rank then goes on from the shards that two have written.
+    """One of two ranks is killed in mid-run: the other's process ends by itself, with an error, by the end of the
+    group's timeout; its threads keep nothing alive. One rank then goes on from the shards that two have written.
     """
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     save, patience = f"checkpoint.async_save={async_save}", "distributed.timeout=30"
@@ -102,7 +102,9 @@ def test_the_other_rank_ends_and_one_rank_goes_on(tmp_path: Path, victim: int, a
         wait_until(lambda: len(_checkpoints(tmp_path)) > 1, *both)
         os.kill(both[victim].pid, signal.SIGKILL)
         last_words = both[1 - victim].finish(timeout=60, status=1)
-    assert re.search(r"Connection (closed|reset)|Timed out waiting|lost contact with another rank", last_words), last_words
+    assert re.search(r"Connection (closed|reset)|Timed out waiting|lost contact with another rank", last_words), (
+        last_words
+    )
     saved = max(_checkpoints(tmp_path))
     steps = int(saved.removeprefix("step_")) + 100
     with _train(tmp_path, f"steps={steps}", save) as alone:

@@ -62,7 +62,7 @@ def test_halves_of_a_step_are_not_mixed(into: str) -> None:
 
 
 def test_halves_of_a_step_make_a_whole() -> None:
-    """The first tells of the decision; between them gradients can be clamped, and the caller may drop its own."""
+    """The first tells of the decision; between them gradients can be clamped."""
     module, twin = _module(), _module()
     halves, whole = _chain(module), _chain(twin)
     set_grads(module, 0)
@@ -72,7 +72,6 @@ def test_halves_of_a_step_make_a_whole() -> None:
     assert (found_inf.item(), found_inf.shape) == (0.0, ())
     assert halves.decision is not None
     halves.clip_grad_value_(0.25)
-    halves.zero_grad()
     assert halves.step_with_ready_grads().success
     for param in twin.parameters():
         grad_of(param).clamp_(-0.25, 0.25)

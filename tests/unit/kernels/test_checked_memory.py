@@ -369,7 +369,6 @@ def test_what_moves_between_the_halves_of_a_step_is_followed(backend: str) -> No
             for param in moved.params:
                 assert param.grad is not None
                 param.grad.data = param.grad.data.clone()
-            moved.optimizer.zero_grad()
         training.optimizer.step_with_ready_grads()
         training.step()
     assert same_training(moved, left)

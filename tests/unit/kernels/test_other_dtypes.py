@@ -14,20 +14,6 @@ def _wrap(inner: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
 
 
 @pytest.mark.native
-def test_gradients_dropped_between_the_halves_of_a_step_are_held_for_every_dtype() -> None:
-    """Of an fp64 parameter the dropped gradient was read as None: AttributeError in the middle of an update."""
-    params = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float16, torch.float64)]
-    optimizer = _wrap(torch.optim.SGD(params, lr=0.5))
-    for param in params:
-        param.grad = torch.ones_like(param) * optimizer.get_loss_scale().item()
-    optimizer.prepare_grads()
-    for param in params:
-        param.grad = None
-    optimizer.step_with_ready_grads()
-    assert [param.tolist() for param in params] == [[0.5] * 3, [0.5] * 3]
-
-
-@pytest.mark.native
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize(("dtype", "other"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
 def test_gradients_of_another_dtype_stay_through_an_optimizer_of_its_own_step(
