@@ -1,7 +1,9 @@
 """The whole step in a CUDA graph: captured once, replayed without Python, launches or host work.
 
-What is decided on the device is decided anew in every replay: skips, growth and backoff of the scale, clipping. What
-the host decides is checked between replays: learning rates, weights loaded into the model, errors to raise.
+What is decided on the device is decided anew in every replay: skips, growth and backoff of the scale, clipping. The
+graph holds the memory of all that it reads and writes. So the host looks for little before a replay: learning rates,
+weights that were loaded into the model, the gradients' addresses. While the device works it compares the rest with what
+it was at the capture: where weights and state are, and settings that a graph cannot read anew.
 """
 
 from collections.abc import Callable
@@ -87,7 +89,6 @@ class StepGraph:
                 optimizer.recipe.rehearse()
         self._module.current_stream(device).wait_stream(stream)
         self._grads = self._grad_pointers()
-        self._layout = optimizer.recipe.memory_layout()
         if self._forward_backward is None:
             optimizer.get_loss_scale()  # the caller writes gradients that are scaled already
         self._graph = self._module.CUDAGraph()
@@ -101,19 +102,18 @@ class StepGraph:
         """Run the step. Returns the same tensors each time, with the values of this replay.
 
         Raises:
-            UsageError: gradients, parameters or state are not where they were when the graph was captured.
+            UsageError: gradients are not where they were when the graph was captured, or state was loaded or offloaded
+                since; nothing has run. Also, when this replay has run as it was captured, for parameters or state that
+                a program has moved, and for a setting that has changed.
             MainParamOverflowError: one step late, as :meth:`MixedPrecisionOptimizer.step` raises it.
         """
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
             if group["lr"] is not rate:  # set since as a number, or as another tensor: the graph reads this one
                 _write_rate(rate, group["lr"])
                 group["lr"] = rate
-        if self._optimizer.recipe.memory_layout() != self._layout:
-            raise UsageError(
-                "parameters or optimizer state have moved since the graph was captured (added, loaded, or moved to "
-                "another device); make a new StepGraph"
-            )
-        if self._grad_pointers() != self._grads:
+        have_moved = self._grad_pointers() != self._grads
+        self._optimizer.recipe.before_replay(self._captured, all_of_it=have_moved)
+        if have_moved:
             raise UsageError(
                 "gradients have moved since the graph was captured; keep them in place: zero_grad(set_to_none=False)"
             )

@@ -98,6 +98,10 @@ class MainParams:
             params[index].sync_from_model()
         return made
 
+    def are_written(self) -> bool:
+        """Whether torch has counted an outside write to a model param since :meth:`sync_from_model`."""
+        return self._tracker.have_new_versions()
+
     def _is_unchanged(self, param_groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the groups hold the same parameters as before, and the same of them are frozen."""
         if len(param_groups) != len(self._known):

@@ -90,6 +90,10 @@ class WriteTracker:
         [now], before = self._read_versions([self._params[slot]]), self._versions[slot]
         return any(map(gt, now, before)) if self._are_dtensors else now > before
 
+    def have_new_versions(self) -> bool:
+        """Whether torch has counted a write by others into any param."""
+        return self._read_versions(self._params) != self._versions
+
     def written(self) -> list[int]:
         """Return the slots of params that others have written, or that have moved."""
         parts = self._parts()

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from itertools import chain
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from megascale.config import StepConfig
 from megascale.errors import UsageError
@@ -21,12 +21,13 @@ from megascale.step.host_update import HostUpdate
 from megascale.step.joined_states import states_of
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.local_grads import Collected, ReadyGrads
+from megascale.step.result import CapturedStep
 from megascale.step.torch_states import is_per_element
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import PendingUpdate
 from megascale.step.update_selection import select_update
 from megascale.utils.autograd import without_grad
-from megascale.utils.dtensors import to_local
+from megascale.utils.dtensors import held, to_local
 from megascale.utils.nests import tensors_in
 from megascale.utils.portable import NO_OPTIONS, portable
 
@@ -51,6 +52,7 @@ class StepMember:
         ready: a step that is decided and not yet taken.
         is_lent: whether the wrapped optimizer holds its main params just now, outside of a step.
         grads: what collects its gradients.
+        captured: steps of it that graphs hold.
         unverified_params: by name, parameters that GradSync reduces and whose first values no rank has compared yet.
 
     Args:
@@ -88,6 +90,7 @@ class StepMember:
         self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None
         self.is_lent = False
+        self.captured: WeakSet[CapturedStep] = WeakSet()
         self._chain: ReferenceType[object] | None = None
         self.unverified_params: dict[str, nn.Parameter] = {}
         self._compares = grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ
@@ -185,6 +188,7 @@ class StepMember:
         states = chain.from_iterable(map(tensors_in, held))
         self.update.release_scratch()
         self.main_params.residence.leave(chain(mains, states), pin=pin)
+        self.release_captured()  # graphs would keep the memory that is to be free
         try:
             if isinstance(self.grad_sync, GradSync):
                 self.grad_sync.leave(pin=pin)
@@ -262,11 +266,25 @@ class StepMember:
 
     # For a graph that holds the step
 
+    def captured_memory(self) -> list[UntypedStorage]:
+        """Return the storages of weights, gradients, main params and state."""
+        params = list(self.main_params)
+        grads = (grad for grad in map(self.grads.grad_of, params) if grad is not None)
+        states = chain.from_iterable(map(tensors_in, states_of(self.optimizer).values()))
+        every = chain((param.model for param in params), (param.memory for param in params), grads, states)
+        return [held(tensor).untyped_storage() for tensor in every]
+
+    def release_captured(self) -> None:
+        """Let graphs that hold a step of this member be of no use: what it updates lies elsewhere now."""
+        for step in self.captured:
+            step.memory.clear()
+        self.captured.clear()
+
     def memory_layout(self) -> list[object]:
         """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""
         self.sync_from_model()
         self.main_params.residence.require_here("a graph's replay")
-        # A replay waits for this: views of all tensors, as to_local() makes them, took longer than the GPU's step.
+        # Views of all tensors, as to_local() makes them, took longer than the GPU's step.
         state, nothing = self.optimizer.state, dict[str, object]()
         values = chain.from_iterable(state.get(param.model, nothing).values() for param in self.main_params)
         tensors = (value for value in values if isinstance(value, Tensor))

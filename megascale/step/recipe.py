@@ -273,6 +273,8 @@ class StepRecipe:
         """
         self.discard_prepared()
         self.reset_errors()
+        for member in self.members:
+            member.release_captured()
         for member in self.members if is_whole else ():
             member.update.forget_failure()
 
@@ -349,15 +351,46 @@ class StepRecipe:
 
     def captured(self) -> CapturedStep:
         """Return what a graph must keep of the step that was captured last."""
-        return CapturedStep(
+        captured = CapturedStep(
             self.overflows.newest,
             self.errors.flags[-1],
             [member.grads.weights for member in self.members],
             self.last_result,
+            self._settings(),
+            self.memory_layout(),
+            [storage for member in self.members for storage in member.captured_memory()],
         )
+        for member in self.members:
+            member.captured.add(captured)
+        return captured
+
+    def _settings(self) -> dict[str, object]:
+        """Return what a graph cannot read anew, by name."""
+        settings: dict[str, object] = {"clip_grad": self.clip_grad, "grad_scaler": self._grad_scaler}
+        for member in self.members:
+            for index, group in enumerate(member.optimizer.param_groups):
+                names = member.optimizer.defaults.keys() - {"lr"}
+                settings.update((f"{name} of param group {index}", group.get(name)) for name in names)
+        return settings
+
+    def before_replay(self, captured: CapturedStep, *, all_of_it: bool) -> None:
+        """Take over weights loaded into the model, before a replay is launched.
+
+        Raises UsageError if the library has moved state; if weights were written, or with ``all_of_it``, also if any
+        tensor that the step updates is elsewhere.
+        """
+        if all_of_it or not captured.memory or any(member.main_params.are_written() for member in self.members):
+            self._require_in_place(captured)
+
+    def _require_in_place(self, captured: CapturedStep) -> None:
+        if self.memory_layout() != captured.layout or not captured.memory:
+            raise UsageError(
+                "parameters or optimizer state have moved since the graph was captured (added, loaded, or moved to "
+                "another device); make a new StepGraph"
+            )
 
     def after_replay(self, captured: CapturedStep) -> None:
-        """Raise a replayed step's errors, one step late as on any accelerator."""
+        """Compare what the graph holds, while the device works. Raise errors one step late, as on any accelerator."""
         for member in self.members:
             member.counter.steps += 1
         self.last_result = captured.result
@@ -365,6 +398,14 @@ class StepRecipe:
         self.errors.flags.append(captured.overflow_flags)
         self.overflows.losses.take()
         self._observe(agreed, captured.record)
+        self._require_in_place(captured)
+        settings = self._settings()
+        for name, value in captured.settings.items():
+            if settings.get(name) != value:
+                raise UsageError(
+                    f"{name} was {value!r} when the step was captured into a graph, and is {settings.get(name)!r} now, "
+                    "which replays do not read: set it back, or make a new StepGraph"
+                )
 
     def why_not_capturable(self) -> str | None:
         """Return why a step cannot be part of a device's graph; None where it can."""

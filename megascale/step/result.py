@@ -1,8 +1,9 @@
 """StepResult: what a step did. CapturedStep: what a graph keeps of the step that it holds."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from megascale.kernels import GradWeights
 from megascale.step.observers import StepRecord
@@ -25,7 +26,8 @@ class StepResult(NamedTuple):
     num_zeros_in_grad: Tensor
 
 
-class CapturedStep(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
     """What a graph keeps of the step that it holds: tensors that replays write, and the host reads after each, or read.
 
     Other steps, eager or of another graph, may come between two replays.
@@ -35,9 +37,16 @@ class CapturedStep(NamedTuple):
         overflow_flags: which main params did not fit their model params.
         weights: of each member's statistics.
         result: what the step returned.
+        settings: by name, numbers and objects that are in the graph as they were.
+        layout: where all that the step updates was; see :meth:`StepRecipe.memory_layout`.
+        memory: the storages of weights, gradients, main params and state: while the graph holds them, no replay writes
+            memory that is another's. Empty once the library has moved what lay in them.
     """
 
     record: StepRecord
     overflow_flags: list[OverflowFlags]
     weights: list[GradWeights | None]
     result: StepResult | None
+    settings: dict[str, Any]
+    layout: list[object]
+    memory: list[UntypedStorage]

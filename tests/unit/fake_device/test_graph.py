@@ -1,12 +1,15 @@
 """A step captured into a graph, on a device that is not there: nothing that a GPU would refuse, or leave out."""
 
+import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megascale import MixedPrecisionOptimizer, StepGraph
 from megascale.errors import SkippedStepsError, UsageError
@@ -127,6 +130,95 @@ def _totals(optimizer: MixedPrecisionOptimizer) -> list[tuple[Tensor, "ref[Tenso
 
     optimizer.backend.total = noted  # type: ignore[method-assign, assignment]
     return found
+
+
+def _move(param: nn.Parameter) -> None:
+    param.data = param.data.clone()
+
+
+def _write_and_move(param: nn.Parameter, _: MixedPrecisionOptimizer) -> None:
+    param.detach().fill_(0.5)
+    _move(param)
+
+
+def _leave_and_return(_: nn.Parameter, optimizer: MixedPrecisionOptimizer) -> None:
+    optimizer.offload()
+    optimizer.reload()
+
+
+MOVED: dict[str, Callable[[nn.Parameter, MixedPrecisionOptimizer], object]] = {
+    "a weight": lambda param, _: _move(param),
+    "a moment": lambda param, optimizer: optimizer.optimizer.state[param].update(exp_avg=torch.zeros_like(param)),
+    "weight_decay": lambda _, optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
+    "clip_grad": lambda _, optimizer: setattr(optimizer, "clip_grad", 0.25),
+}
+"""What a program changes between two replays. Each is found out while the next one runs."""
+ENDED: dict[str, Callable[[nn.Parameter, MixedPrecisionOptimizer], object]] = {
+    "loaded": lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "away": lambda _, optimizer: optimizer.offload(),
+    "back": _leave_and_return,
+    "written and moved": _write_and_move,
+    "a param group": lambda _, optimizer: optimizer.add_param_group({"params": parameters(1)}),
+    "no gradient": lambda param, _: setattr(param, "grad", None),
+}
+"""What is known before anything is launched."""
+
+
+def _changed(device: FakeDevice, change: str) -> tuple[str, int]:
+    """Return the error of a replay after ``change``, and how many graphs were launched in it."""
+    params = parameters(3)
+    optimizer = wrap(INNER["adamw"](params))
+    give_grads(params)
+    graph = StepGraph(optimizer)
+    graph.replay()
+    (MOVED | ENDED)[change](params[0], optimizer)
+    with device.watch() as seen, pytest.raises(UsageError) as caught:
+        graph.replay()
+    return str(caught.value), sum(call.kind == "replay" for call in seen)
+
+
+@pytest.mark.parametrize("change", MOVED)
+def test_a_replay_finds_out_what_has_changed_while_it_runs(on_device: OnDevice, change: str) -> None:
+    """The device does not wait for the comparison. The error names a setting, or says that memory is elsewhere."""
+    message, launched = on_device(_changed, change)
+    named = {"weight_decay": "weight_decay of param group 0 was 0.01", "clip_grad": "clip_grad was 1.0"}
+    assert message.startswith(named.get(change, "parameters or optimizer state have moved"))
+    assert launched == 1
+
+
+@pytest.mark.parametrize("change", ENDED)
+def test_a_replay_is_refused_before_it_runs(on_device: OnDevice, change: str) -> None:
+    """The library itself has moved the memory, or the graph would write gradients that nobody reads."""
+    message, launched = on_device(_changed, change)
+    named = {"away": "a graph's replay needs", "no gradient": "gradients have moved"}
+    assert message.startswith(named.get(change, "parameters or optimizer state have moved"))
+    assert launched == 0
+
+
+def _held_memory(device: FakeDevice) -> list[bool]:
+    """Return whether a weight's storage is there after it was replaced; after the graph has gone; after offload()."""
+    params = parameters(3)
+    optimizer = wrap(INNER["adamw"](params))
+    give_grads(params)
+    graph = StepGraph(optimizer)
+    weight = StorageWeakRef(params[0].untyped_storage())
+    moment = StorageWeakRef(optimizer.optimizer.state[params[0]]["exp_avg"].untyped_storage())
+    _move(params[0])
+    optimizer.step()  # from now on the graph alone knows the memory of the weight
+    are_there = [not weight.expired()]
+    del graph
+    gc.collect()
+    are_there.append(not weight.expired())
+    graph = StepGraph(optimizer)
+    optimizer.offload()
+    are_there.append(not moment.expired())
+    del graph
+    return are_there
+
+
+def test_a_graph_holds_the_memory_that_it_writes(on_device: OnDevice) -> None:
+    """Until it goes, or the library moves what lies there: offload() leaves no memory on the device for its sake."""
+    assert on_device(_held_memory) == [True, False, False]
 
 
 def _two_graphs(device: FakeDevice) -> tuple[bool, list[int]]:
