@@ -108,7 +108,7 @@ def build_optimizer(
         inner = build_inner_optimizer(own, _param_groups(own, chosen, overrides))
         for field in ineffective(own, inner, scaler):
             if grad_scaler is not None and field.name in SCALER_FIELDS:
-                raise field.error()
+                raise field.error
         built.append(_wrapped(inner, effective_config(own, inner, scaler), scaler, modules, options))
     return ChainedOptimizer(built) if checked.optimizer == "muon" else built[0]
 

@@ -1,44 +1,31 @@
 """ScalerOverflows: which gradients overflowed in an iteration that a GradScaler skipped."""
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megascale.host_view import HostView
 from megascale.kernels import describe_non_finite
-from megascale.step import non_finite_module
-from megascale.step.losses import non_finite_losses
-from megascale.step.non_finite_module import ModuleEvents
-from megascale.step.observers import SeenGrads
+from megascale.step.observers import SeenInBackward
 from megascale.step.overflow_report import OverflowEntry, OverflowReport
-from megascale.step.overflows import LastOverflow, described, own_rank
+from megascale.step.overflows import LastOverflow, described
 from megascale.step.stalls import ROUNDING, WHY_SKIPPED, raise_excess
 from megascale.utils import validate
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import to_local
 
 
-@dataclass(frozen=True)
-class _Iteration:
-    """What is kept of one iteration.
-
-    Attributes:
-        step: its number.
-        flags: `found_inf`, by optimizer and device, fp32 and 0-d.
-        seen: what the listener saw in backward; None without a listener.
-        modules: what each watch of the model's modules saw.
-        losses: that were scaled in it; None: unknown.
-    """
+class _Iteration(NamedTuple):
+    """What is kept of one iteration: its number, `found_inf` by optimizer and device, fp32, 0-d, and what was seen."""
 
     step: int
     flags: list[Tensor]
-    seen: SeenGrads | None
-    modules: list[ModuleEvents]
-    losses: list[Tensor] | None
+    seen: SeenInBackward
 
 
 class ScalerOverflows(LastOverflow):
@@ -87,9 +74,7 @@ class ScalerOverflows(LastOverflow):
 
         ``flags``: `found_inf`, by optimizer and device, fp32 and 0-d.
         """
-        seen = None if self.listener is None else self.listener.take()
-        modules = non_finite_module.take(self._params)
-        newest = _Iteration(self._num_updates, list(flags), seen, modules, self.losses.take())
+        newest = _Iteration(self._num_updates, list(flags), self._take_seen(self._params))
         known, self._newest = self._newest, newest
         self._num_updates += 1
         most_skips, most_at_floor, lowest = self._limits
@@ -117,12 +102,13 @@ class ScalerOverflows(LastOverflow):
     def require_within_limits(self) -> None:
         """Raise where too many steps were skipped in a row, on every rank that has the same `found_inf`."""
         most_skips, most_at_floor, lowest = self._limits
-        raise_excess(self._skips, most_skips, self._at_floor, most_at_floor, lowest, WHY_SKIPPED, self.worst)
+        most = most_skips or math.inf, most_at_floor or math.inf
+        raise_excess(self._skips, most[0], self._at_floor, most[1], lowest, WHY_SKIPPED, self.worst)
 
     # Asked by the host
 
+    @override
     def last(self, *, gather: bool) -> OverflowReport | None:
-        """Return the report of the last skipped iteration, None before the first. Waits for the device."""
         if self._newest is not None and any(map(_number, self._newest.flags)):
             self._read(self._newest, None)
         return self.last_known(gather=gather)
@@ -132,18 +118,13 @@ class ScalerOverflows(LastOverflow):
         if self._own is not None and self._own.step == record.step:
             return
         entries = tuple(self._entries()) if grads_are_there else ()
-        seen = None if record.seen is None else record.seen()
-        if seen is None and group_size(self.group) == 1 and not self._may_be_reduced:
-            seen = entries
-        losses = non_finite_losses(record.losses, own_rank())
-        if not losses and self._may_be_reduced:
-            losses = None  # those of ranks that this scaler does not know of
         num_grads = sum(param.grad is not None for param in self._params())
-        self._tell(record.step, scale, seen, entries, num_grads, record.modules, losses)
+        self._tell(record.step, scale, record.seen, entries, num_grads)
 
     @property
+    @override
     def _may_be_reduced(self) -> bool:
-        """Whether gradients may be sums over ranks that nobody has named to this scaler."""
+        """Nobody may have named the ranks to this scaler."""
         return group_size(self.group) == 1 and torch.distributed.is_initialized()
 
     def _params(self) -> Iterator[Tensor]:

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
         if config.optimizer_cpu_offload:
             _check_offload(optimizer)
         for field in ineffective(config, optimizer, grad_scaler, sharded=sharded):
-            raise field.error()
+            raise field.error
 
 
 def check_belongs(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None, grad_sync: object) -> None:
@@ -182,29 +182,17 @@ def refuse_fake_mode(params: Iterable[MainParam]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class IneffectiveField:
+class IneffectiveField(NamedTuple):
     """A config field that contradicts the given optimizer or scaler.
 
     Attributes:
-        name, value, default: of the field.
-        holder: the given object, in words; ``has``: the value that it has instead.
-        remedy: what to do.
+        name, default: of the field.
+        error: names it, the value that the given object has, and what to do.
     """
 
     name: str
-    value: Any
     default: Any
-    holder: str
-    has: str
-    remedy: str
-
-    def error(self) -> ArgumentError:
-        """Return the error that names it."""
-        return ArgumentError(
-            f"config.{self.name}={self.value!r} has no effect: {self.holder} has {self.has}; {self.remedy}, leave the "
-            "field at its default, or let megascale.build_optimizer(config, model) build everything from the config"
-        )
+    error: ArgumentError
 
 
 def ineffective(
@@ -215,30 +203,32 @@ def ineffective(
     sharded: bool = False,
 ) -> Iterator[IneffectiveField]:
     """Yield the fields of ``config`` that differ both from their default and from what the given objects have."""
-    defaults = {field.name: field.default for field in fields(config)}
-    inner, scaler = f"the {type(optimizer).__name__}", f"the {type(grad_scaler).__name__}"
-    scaler = "an optimizer without a grad_scaler" if grad_scaler is None else scaler
-    for name in defaults:
-        value = getattr(config, name)
-        if value == defaults[name]:
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if value == field.default:
             continue
         if name in _OF_OPTIMIZER:
-            found, holder = _OF_OPTIMIZER[name](optimizer), inner
+            found, holder = _OF_OPTIMIZER[name](optimizer), f"the {type(optimizer).__name__}"
             remedy = "build the optimizer with it"
         elif name in SCALER_FIELDS:
-            found, holder = [], scaler
+            found, holder = list[Any](), f"the {type(grad_scaler).__name__}"
+            if grad_scaler is None:
+                holder = "an optimizer without a grad_scaler"
             if name != "loss_scale" or isinstance(grad_scaler, ConstantGradScaler):  # of that alone it is the scale
                 found = [getattr(grad_scaler, one) for one in (SCALER_FIELDS[name],) if hasattr(grad_scaler, one)]
             kind = "ConstantGradScaler" if name == "loss_scale" else "DynamicGradScaler"
             remedy = f"pass a {kind} that has it"
         elif name == "use_distributed_optimizer":
-            found, holder = [sharded], "a MixedPrecisionOptimizer"
-            remedy = "build a DistributedOptimizer"
+            found, holder, remedy = [sharded], "a MixedPrecisionOptimizer", "build a DistributedOptimizer"
         else:
             continue
         if not any(_same(value, one) for one in found):
             has = " and ".join(dict.fromkeys(repr(one) for one in found)) or "no such option"
-            yield IneffectiveField(name, value, defaults[name], holder, has, remedy)
+            error = ArgumentError(
+                f"config.{name}={value!r} has no effect: {holder} has {has}; {remedy}, leave the field at its default, "
+                "or let megascale.build_optimizer(config, model) build everything from the config"
+            )
+            yield IneffectiveField(name, field.default, error)
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,12 +16,27 @@ SeenGrads = Callable[[], Entries]
 """Returns which of a step's gradients held inf or NaN in backward, before any reduction. Waits for the device."""
 
 
+class SeenInBackward(NamedTuple):
+    """What was seen between two steps.
+
+    Attributes:
+        grads: by the listener; None without one.
+        modules: by each watch of the model's modules.
+        losses: that were scaled; None: unknown.
+        micro_batch: 0 if there was one backward; None: unknown.
+    """
+
+    grads: SeenGrads | None
+    modules: list[ModuleEvents]
+    losses: list[Tensor] | None
+    micro_batch: int | None
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """What is kept of one step: references to what it has computed anyway.
 
     Attributes:
-        serial: a number that no other record has.
         step: its number. None for a step in a graph: the number of the last replay.
         params: of each member, those that have gradients on this rank.
         counts: non-finite elements of each of these gradients, shape [params of all members]; None without gradients.
@@ -29,13 +45,9 @@ class StepRecord:
         found_inf: the decision's, fp32, 0-d: not 0 where the step was skipped, for an overflow or a spike.
         scaler: of the loss; None: it was not scaled.
         scale: the loss scale, a number or of shape [1]; None: not kept.
-        micro_batch: 0 if there was one backward; None: unknown.
-        seen: what the listener saw in backward; None without a listener.
-        modules: what each watch of the model's modules saw.
-        losses: that were scaled for this step; None: unknown.
+        seen: before it, since the step before.
     """
 
-    serial: int
     step: int | None
     params: list[list[MainParam]]
     counts: Tensor | None
@@ -44,10 +56,7 @@ class StepRecord:
     found_inf: Tensor
     scaler: MegatronGradScaler | None
     scale: Tensor | float | None
-    micro_batch: int | None
-    seen: SeenGrads | None
-    modules: list[ModuleEvents]
-    losses: list[Tensor] | None
+    seen: SeenInBackward
 
 
 class StepObserver:

@@ -7,7 +7,7 @@ accelerator, when its gradients are gone.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -22,11 +22,10 @@ from megascale.parallel import ParallelGroups
 from megascale.step import non_finite_module
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
-from megascale.step.losses import Losses, NonFiniteLoss, non_finite_losses
+from megascale.step.losses import Losses, non_finite_losses
 from megascale.step.member import StepMember
 from megascale.step.misuse import Statistics, was_skipped
-from megascale.step.non_finite_module import ModuleEvents
-from megascale.step.observers import SeenGrads, StepObserver, StepRecord
+from megascale.step.observers import SeenGrads, SeenInBackward, StepObserver, StepRecord
 from megascale.step.overflow_report import Entries, OverflowEntry, OverflowReport, in_order, merged
 from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.dtensors import to_local
@@ -63,26 +62,32 @@ class LastOverflow(ABC):
         self._own: OverflowReport | None = None  # what this rank knows
         self._report: OverflowReport | None = None  # of all ranks, once it was asked for
 
-    def _tell(
-        self,
-        step: int,
-        scale: float | None,
-        seen: Entries | None,
-        at_the_step: Entries,
-        num_grads: int,
-        modules: Iterable[ModuleEvents],
-        losses: Sequence[NonFiniteLoss] | None,
-    ) -> None:
-        """Describe a skipped step. ``seen``: entries from before the reduction; None: nobody has looked."""
+    @property
+    def _may_be_reduced(self) -> bool:
+        """Whether gradients may be sums over ranks of which this one does not know."""
+        return False
+
+    def _take_seen(self, params: Callable[[], Iterable[Tensor]]) -> SeenInBackward:
+        """Return what was seen since the last call. ``params``: returns those that are trained; asked rarely."""
+        num_losses, losses = self.losses.count, self.losses.take()
+        grads = None if self.listener is None else self.listener.take()
+        return SeenInBackward(grads, non_finite_module.take(params), losses, 0 if num_losses == 1 else None)
+
+    def _tell(self, step: int, scale: float | None, seen: SeenInBackward, at_the_step: Entries, num_grads: int) -> None:
+        """Describe a skipped step, of which ``num_grads`` gradients were there. Waits for the device."""
+        early = None if seen.grads is None else seen.grads()
+        if early is None and group_size(self.group) == 1 and not self._may_be_reduced:
+            early = at_the_step  # a single rank's gradients are never reduced
+        losses = non_finite_losses(seen.losses, own_rank())
         last = max(at_the_step, key=lambda entry: entry.index, default=None)
         hold_nan = all(entry.num_nan and entry.num_inf == 0 for entry in at_the_step)
         self._own = OverflowReport(
             step,
             scale,
-            in_order(at_the_step if seen is None else seen),
-            before_reduction=seen is not None,
-            module=non_finite_module.first_module(events.first() for events in modules),
-            losses=None if losses is None else tuple(losses),
+            in_order(at_the_step if early is None else early),
+            before_reduction=early is not None,
+            module=non_finite_module.first_module(events.first() for events in seen.modules),
+            losses=None if self._may_be_reduced and not losses else losses,
             only_nan=last is not None and len(at_the_step) == num_grads and hold_nan and last.num_nan == last.numel,
             at_the_step=at_the_step,
         )
@@ -116,13 +121,12 @@ class OverflowRecorder(LastOverflow, StepObserver):
 
     def __init__(self, members: Sequence[StepMember], groups: ParallelGroups, device: torch.device) -> None:
         super().__init__(groups.grad_stats)
-        self._num_records = 0
         self._members = list(members)
         self._device = device
         self._on_host = device.type == "cpu"
         self._newest: StepRecord | None = None
         self._skipped: StepRecord | None = None  # known, and not told yet
-        self._told = 0  # serial of the record that `_own` describes
+        self._told: StepRecord | None = None  # the record that `_own` describes
 
     # In a step
 
@@ -137,12 +141,15 @@ class OverflowRecorder(LastOverflow, StepObserver):
             found_inf: the decision's.
             scaler: of the loss.
         """
-        self._num_records += 1
         # Taken at the decision: observers may be told one step later, when the next losses are there.
-        num_losses, losses = self.losses.count, self.losses.take()
+        seen = self._take_seen(lambda: (param for _, param in self.named_params()))
         captured = is_capturing(self._device)
+        # The scale before it changes. On an accelerator it must be copied: only if there is a listener.
+        scale: Tensor | float | None = 1.0
+        if scaler is not None:
+            live = scaler.live_scale
+            scale = live.tolist()[0] if self._on_host else None if self.listener is None else live.clone()
         return StepRecord(
-            self._num_records,
             None if captured else self._members[0].counter.taken,
             [own.params for own in collected],
             stats.non_finite,
@@ -150,11 +157,8 @@ class OverflowRecorder(LastOverflow, StepObserver):
             stats.vector,
             found_inf,
             scaler,
-            self._scale_of(scaler),
-            0 if num_losses == 1 else None,
-            None if self.listener is None else self.listener.take(),
-            non_finite_module.take(self._params),
-            None if captured else losses,  # a replay's may be others
+            scale,
+            seen._replace(losses=None) if captured else seen,  # a replay's losses may be others
         )
 
     def on_step(self, agreed: Statistics | None, record: StepRecord) -> None:
@@ -177,14 +181,6 @@ class OverflowRecorder(LastOverflow, StepObserver):
             raise LookupError("no step yet")
         return self._newest
 
-    def _scale_of(self, scaler: MegatronGradScaler | None) -> Tensor | float | None:
-        """Return the scale, before it changes. On an accelerator it must be copied: only if there is a listener."""
-        if scaler is None:
-            return 1.0
-        if self._on_host:
-            return float(scaler.live_scale.tolist()[0])
-        return None if self.listener is None else scaler.live_scale.clone()
-
     # Asked by the host
 
     @override
@@ -197,21 +193,15 @@ class OverflowRecorder(LastOverflow, StepObserver):
 
     def _read(self, record: StepRecord, *, grads_are_there: bool) -> None:
         """Describe a skipped step, unless that was done before. A step in a graph is described at each call."""
-        if record.serial == self._told and record.step is not None:
+        if record is self._told and record.step is not None:
             return
-        self._told, self._skipped = record.serial, None
-        entries = tuple(self._entries(record, grads_are_there))
-        seen = None if record.seen is None else record.seen()
-        if seen is None and group_size(self.group) == 1:
-            seen = entries  # a single rank's gradients are never reduced
+        self._told, self._skipped = record, None
         self._tell(
             self._members[0].counter.taken - 1 if record.step is None else record.step,
             float(record.scale.tolist()[0]) if isinstance(record.scale, Tensor) else record.scale,
-            seen,
-            entries,
+            record.seen,
+            tuple(self._entries(record, grads_are_there)),
             0 if record.counts is None else record.counts.numel(),
-            record.modules,
-            non_finite_losses(record.losses, own_rank()),
         )
 
     def _entries(self, record: StepRecord, grads_are_there: bool) -> Iterator[OverflowEntry]:
@@ -226,18 +216,15 @@ class OverflowRecorder(LastOverflow, StepObserver):
             count, index, numel = int(counted), indices[id(param.model)], to_local(param.main).numel()
             grad = member.grads.grad_of(param) if grads_are_there else None
             if grad is not None:
-                entry = described(param.name, describe_non_finite(grad), index, record.micro_batch, numel)
+                entry = described(param.name, describe_non_finite(grad), index, record.seen.micro_batch, numel)
                 if entry.num_non_finite == count:  # else a newer gradient is there
                     yield entry
                     continue
-            yield OverflowEntry(param.name, own_rank(), record.micro_batch, None, None, count, numel, None, index)
+            yield OverflowEntry(param.name, own_rank(), record.seen.micro_batch, None, None, count, numel, None, index)
 
     def named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all members, in their order, and their names."""
         return ((param.name, param.model) for member in self._members for param in member.main_params)
-
-    def _params(self) -> Iterator[nn.Parameter]:
-        return (param for _, param in self.named_params())
 
 
 def described(name: str, numbers: Tensor, index: int, micro_batch: int | None, numel: int) -> OverflowEntry:

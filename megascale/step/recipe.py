@@ -453,10 +453,10 @@ class StepRecipe:
         """Raise for misuse that the host now knows of, or tell the observers of a step."""
         if agreed is not None:
             reported = self.overflows.record_of_statistics(record)
-            measured: Iterable[tuple[Sequence[MainParam], Tensor | None]] = ()
-            if reported is not None and reported.step is not None:  # of a graph a newer replay has written over them
-                measured = zip(reported.params, reported.sum_squares, strict=True)
-            self._require_sound(agreed, measured)
+            if reported is None or reported.step is None:  # of a graph a newer replay has written over them
+                self._require_sound(agreed, ())
+            else:
+                self._require_sound(agreed, zip(reported.params, reported.sum_squares, strict=True))
         for observer in self.observers:
             observer.on_step(agreed, record)
 
@@ -465,40 +465,35 @@ class StepRecipe:
 
         ``measured``: of each member the parameters and sums of squares of these gradients, where they are kept.
         """
+        error: UsageError | None = None
         if agreed[Statistic.SCALED] <= 0:
-            self.errors.drop_pending()
-            raise unscaled_loss_error()
+            error = unscaled_loss_error()
         # Later steps may be empty. An error leaves the flag: the step after it is the first one.
-        if not self._has_trained and has_no_gradient(agreed):
-            self.errors.drop_pending()
-            raise untrained_error()
-        self._has_trained = True
-        if not self.errors.consensus.is_alone and have_replicas_parted(agreed):
-            self.errors.drop_pending()
+        elif not self._has_trained and has_no_gradient(agreed):
+            error = untrained_error()
+        elif not self.errors.consensus.is_alone and have_replicas_parted(agreed):
             of_members = zip(self.members, measured, strict=False)
             mine = [member.grads.replica_squares(*params_and_squares) for member, params_and_squares in of_members]
             every = all_gather_object(dict(chain.from_iterable(map(dict.items, mine))), self.groups.grad_stats)
-            raise parted_replicas(differing_replicas(every))
+            error = parted_replicas(differing_replicas(every))
+        if error is not None:
+            self.errors.drop_pending()
+            raise error
+        self._has_trained = True
 
     def _measure(
         self, error: Exception | None, *, scaled: bool, call: str = "step()"
     ) -> tuple[list[Collected], GradStats]:
         """Return what each member will update, and this rank's statistics of all of it."""
         with span("finish"):
-            collected = []
-            for member in self.members:
-                collected.append(member.collect())
+            collected = [member.collect() for member in self.members]
         with span("measure"):
-            for own in collected:
-                if own.error is not None:
-                    error = own.error
-                    break
-            vote, facts = 0, None
+            error = next((own.error for own in collected if own.error is not None), error)
+            vote = 0
             if not self.errors.consensus.is_alone:
-                if error is None:  # a rank that has one does nothing that others could do alike
-                    count, scaler = self.errors.times_replaced, self.grad_scaler
-                    facts = self._facts.of_step(collected, self.clip_grad, scaler, count, call)
-                vote = self.errors.consensus.vote(facts)
+                # A rank that has an error does nothing that others could do alike.
+                now = collected, self.clip_grad, self.grad_scaler, self.errors.times_replaced, call
+                vote = self.errors.consensus.vote(None if error is not None else self._facts.of_step(*now))
             errors, stats = self.errors.as_statistic(error, vote), []
             for member, own in zip(self.members, collected, strict=True):
                 stats.append(member.measure(own, errors, scaled))
@@ -548,11 +543,9 @@ class StepRecipe:
 
     def _ready(self, without: str) -> list[ReadyStep]:
         """Return the members' ready steps. Raises UsageError saying ``without`` if there are none."""
-        ready = []
-        for member in self.members:
-            if member.ready is None:
-                raise UsageError(without)
-            ready.append(member.ready)
+        ready = [member.ready for member in self.members if member.ready is not None]
+        if len(ready) < len(self.members):
+            raise UsageError(without)
         return ready
 
     def _end_step(self) -> None:

@@ -95,8 +95,8 @@ class StallWatch(StepObserver):
     def __init__(self, members: Sequence[StepMember], overflows: OverflowRecorder, *, sees_spikes: bool) -> None:
         self._members = list(members)
         self._overflows = overflows
-        self._most_skips = members[0].config.max_consecutive_skips
-        self._most_at_floor = members[0].config.max_overflows_at_min_scale
+        self._most_skips = members[0].config.max_consecutive_skips or math.inf
+        self._most_at_floor = members[0].config.max_overflows_at_min_scale or math.inf
         self._sees_spikes = sees_spikes
         self._view = HostView()
         self._floor = ScaleFloor()
@@ -167,30 +167,23 @@ class StallWatch(StepObserver):
         self._skips += 1
         self._spikes += not overflowed
         at_floor = self._floor.observe(overflowed, scaler)
-        too_many = _is_above(self._skips, self._most_skips)
-        too_low = _is_above(at_floor, self._most_at_floor)
+        is_too_much = self._skips > self._most_skips or at_floor > self._most_at_floor
         # First: weights that are not finite are a cause, and the other errors would tell only what follows from it.
-        if _is_due(self._skips, FIRST_LOOK) or too_many or too_low:
+        if _is_due(self._skips, FIRST_LOOK) or is_too_much:
             params = (param for member in self._members for param in member.main_params)
             raise_together(non_finite_params(params), self._overflows.group)
         lowest = None if scaler is None else scaler.lowest_scale
         worst = self._overflows.worst if self._spikes < self._skips else str
-        raise_excess(self._skips, self._most_skips, at_floor, self._most_at_floor, lowest, self._why_skipped(), worst)
+        spikes = f"the gradient norm was a spike in {self._spikes} of them; {_WHY_SPIKES}"
+        why = spikes if self._spikes else WHY_SKIPPED
+        raise_excess(self._skips, self._most_skips, at_floor, self._most_at_floor, lowest, why, worst)
         if _is_due(at_floor, FIRST_FLOOR_WARNING):
             call_site.warn(
                 f"{at_floor} steps in a row overflowed at the smallest loss scale, {lowest}: {_WHY_AT_FLOOR}",
                 RuntimeWarning,
             )
         if _is_due(self._skips, FIRST_WARNING):
-            call_site.warn(
-                f"{self._skips} steps in a row were skipped: {self._why_skipped()}",
-                RuntimeWarning,
-            )
-
-    def _why_skipped(self) -> str:
-        if self._spikes == 0:
-            return WHY_SKIPPED
-        return f"the gradient norm was a spike in {self._spikes} of them; {_WHY_SPIKES}"
+            call_site.warn(f"{self._skips} steps in a row were skipped: {why}", RuntimeWarning)
 
 
 WHY_SKIPPED = (
@@ -214,9 +207,9 @@ _WHY_AT_FLOOR = (
 
 def raise_excess(
     skips: int,
-    most_skips: int | None,
+    most_skips: float,
     at_floor: int,
-    most_at_floor: int | None,
+    most_at_floor: float,
     lowest: float | None,
     why_skipped: str,
     worst: Callable[[], str],
@@ -226,19 +219,15 @@ def raise_excess(
     ``at_floor``: of ``skips``, those in a row at ``lowest``, the smallest scale. ``worst``: returns a clause that names
     parameters; all ranks that skip together call it together.
     """
-    if _is_above(at_floor, most_at_floor):
+    if at_floor > most_at_floor:
         raise MinScaleError(
             f"{at_floor} steps in a row overflowed at the smallest loss scale, {lowest}, max_overflows_at_min_scale "
             f"allows {most_at_floor}: {_WHY_AT_FLOOR}{worst()}"
         )
-    if _is_above(skips, most_skips):
+    if skips > most_skips:
         raise SkippedStepsError(
             f"{skips} steps in a row were skipped, max_consecutive_skips allows {most_skips}: {why_skipped}{worst()}"
         )
-
-
-def _is_above(count: int, limit: int | None) -> bool:
-    return limit is not None and count > limit
 
 
 def _is_due(count: int, first: int) -> bool:
