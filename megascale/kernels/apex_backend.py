@@ -67,9 +67,10 @@ class ApexBackend(TorchBackend):
         # Each takes chunk size, no-op flag and lists of tensors first.
         self._l2norm, self._adam, self._adam_with_main = _load_kernels()
 
-    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within PIECE elements, fp64 across them."""
-        if not all(_reaches(grad) for grad in grads) or not any(grad.numel() for grad in grads):
+        there = [grad for grad in grads if grad is not None]
+        if not all(map(_reaches, there)) or not any(map(Tensor.numel, there)):
             return super().measure(grads, count_zeros)
         # Empty tensors have no piece: apex launches nothing for the tensors before a last one that is empty.
         pieces, num_pieces = pieces_of(grads, PIECE)

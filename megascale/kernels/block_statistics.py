@@ -11,14 +11,15 @@ from torch import Tensor
 
 from megascale.kernels.blocks import Scratch, pieces_of, takes_many
 from megascale.kernels.decision import TensorStats, stats_dtype
+from megascale.kernels.tensors.tensor_list import TensorList
 
 
-def measure(grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
+def measure(grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
     """Return what :meth:`megascale.kernels.Backend.measure` does.
 
     Sums of squares are fp32 within a block and in the statistics dtype across blocks; counts are exact.
     """
-    device, columns = grads[0].device, 3 if count_zeros else 2
+    device, columns = TensorList.of(grads).filled[0].device, 3 if count_zeros else 2
     dtype, scratch = stats_dtype(device), Scratch(device)
     pieces, num_pieces = pieces_of(grads, scratch.block)
     if not pieces:

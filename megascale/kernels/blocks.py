@@ -1,11 +1,12 @@
 """Cache-sized blocks: runs of 1-D pieces of many parameters that go through cache together, and their scratch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascale.kernels.protocol import FP16_OVERFLOW, Operands
+from megascale.kernels.protocol import FP16_OVERFLOW, Operands, flags_at
 
 BLOCK_ON_CPU = 1 << 18  # elements; 1 MiB of fp32 scratch stays in cache
 BLOCK_ON_DEVICE = 1 << 24  # elements; 64 MiB of fp32 scratch fills a GPU, and counts up to it are exact in fp32
@@ -160,7 +161,7 @@ def blocks_of(rows: list[Row]) -> Iterator[Block]:
 
 
 class Split:
-    """The operands of one update in two parts, for a fast and for a slow path.
+    """The operands of one update in two parts, for a fast and for a slow path. What has no gradient is in neither.
 
     Args:
         operands: one entry per parameter, at least one.
@@ -177,8 +178,11 @@ class Split:
         self.taken: list[int] = []
         self._operands = operands
         self._rest: list[int] = []
-        columns = [operands.main, operands.grad, operands.model, *(operands.state[name] for name in names)]
+        states = [operands.state[name] for name in names]
+        columns: list[Any] = [operands.main, operands.grad, operands.model, *states]
         for index, tensors in enumerate(zip(*columns, strict=True)):
+            if tensors[1] is None:
+                continue
             row = flat(list(tensors)) if takes is None or takes(list(tensors)) else None
             if row is None:
                 self._rest.append(index)
@@ -188,12 +192,13 @@ class Split:
 
     def joined(self, fast: Callable[[], Tensor], slow: Callable[[Operands], Tensor]) -> Tensor:
         """Update both parts and return their flags in the order of the operands. No index is copied to a device."""
+        count = len(self._operands.main)
         if not self._rest:
-            return fast()
+            return flags_at(self.taken, fast(), count)
         flags = dict(zip(self._rest, slow(self._operands.pick(self._rest)).unbind(), strict=True))
         if self.taken:
             flags |= dict(zip(self.taken, fast().unbind(), strict=True))
-        return torch.stack([flags[index] for index in sorted(flags)])
+        return flags_at(sorted(flags), torch.stack([flags[index] for index in sorted(flags)]), count)
 
 
 def flat(tensors: list[Tensor]) -> Row | None:
@@ -208,9 +213,12 @@ def flat(tensors: list[Tensor]) -> Row | None:
     return None
 
 
-def pieces_of(tensors: Sequence[Tensor], limit: int) -> tuple[list[Tensor], list[int]]:
-    """Return 1-D pieces of at most ``limit`` elements, and how many each tensor has: an empty one has none."""
-    cuts = [[piece for [piece] in _pieces(flat([one]) or [one.reshape(-1)], limit)] for one in tensors]
+def pieces_of(tensors: Sequence[Tensor | None], limit: int) -> tuple[list[Tensor], list[int]]:
+    """Return 1-D pieces of at most ``limit`` elements, and how many each has: an empty tensor, or None, has none."""
+    cuts = [
+        [] if one is None else [piece for [piece] in _pieces(flat([one]) or [one.reshape(-1)], limit)]
+        for one in tensors
+    ]
     return [piece for cut in cuts for piece in cut], list(map(len, cuts))
 
 

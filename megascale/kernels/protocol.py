@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from megascale.kernels.compact_moments import is_scale
@@ -29,7 +30,8 @@ class Operands:
     Attributes:
         model: model params, updated with the rounding of main. The same object as in ``main`` where there is no copy.
         main: main params, fp32 (or fp64 where the model is).
-        grad: gradients, still scaled, in any floating dtype. Never written.
+        grad: gradients, still scaled, in any floating dtype. Never written. None: the parameter has none, and
+            nothing of it is written, its step count included; the others are updated. An empty gradient is one.
         state: optimizer state by torch's names (``exp_avg``, ``momentum_buffer``, ...), each a list like ``main``, in a
             dtype of its own: that of ``main``, or fp16 or bf16 beside fp32. The arithmetic is in the dtype of ``main``.
             Moments may be 8-bit codes: their scales are state too, see :mod:`megascale.kernels.compact_moments`.
@@ -43,7 +45,7 @@ class Operands:
 
     model: list[Tensor] = field(default_factory=list)
     main: list[Tensor] = field(default_factory=list, repr=False)
-    grad: Sequence[Tensor] = field(default_factory=list)
+    grad: Sequence[Any] = field(default_factory=list)
     state: dict[str, list[Tensor]] = field(default_factory=dict)
     step: list[Tensor] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
@@ -94,19 +96,29 @@ class HeldParams:
         return HeldParams(*([column[i] for i in indices] for column in (self.models, self.remainders, self.mains)))
 
 
+def flags_at(indices: Sequence[int], flags: Tensor, count: int) -> Tensor:
+    """Return overflow flags of ``count`` parameters, of which those at ``indices``, at least one, have ``flags``."""
+    if len(indices) == count:
+        return flags
+    found = dict(zip(indices, flags.unbind(), strict=True))  # stacked, as an index would travel to the device
+    unset = torch.zeros_like(flags[0])
+    return torch.stack([found.get(index, unset) for index in range(count)])
+
+
 class Backend(Protocol):
     """One implementation of the passes over memory and of the decision between them, without a host sync.
 
     Every method takes local tensors on one device. Updates change nothing, bit for bit, where ``decision.found_inf`` is
-    set. They return a bool tensor of shape [parameters]: whether the main param's rounding into fp16 is not finite.
+    set. They return a bool tensor of shape [parameters]: whether the main param's rounding into fp16 is not finite;
+    False where there is no gradient.
     """
 
     name: str
     fuses_remainders: bool
     """Whether updates take :attr:`Operands.remainder`."""
 
-    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
-        """One pass over ``grads`` (at least one) in the dtypes they have."""
+    def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
+        """One pass over ``grads``, of which one is there at least, in the dtypes they have. Numbers of None are 0."""
 
     def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
         """Return a rank's statistics: shape [NUM_STATISTICS], indexed by :class:`Statistic`.

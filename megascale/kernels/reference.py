@@ -3,15 +3,16 @@
 Statistics accumulate in fp64 (fp32 where the device has no fp64). The update's arithmetic is in the main param's dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megascale.kernels.compact_moments import decode_moments, encode_moments, exact_root
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
-from megascale.kernels.protocol import FP16_OVERFLOW, Operands
+from megascale.kernels.protocol import FP16_OVERFLOW, Operands, flags_at
 from megascale.kernels.remainders import TorchRemainders
+from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 
@@ -20,13 +21,19 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
 
     name = "reference"
 
-    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`."""
-        exact = stats_dtype(grads[0].device)
+        device = TensorList.of(grads).filled[0].device
+        exact = stats_dtype(device)
+        nothing = torch.zeros((), dtype=exact, device=device)
+
+        def of_each(count: Callable[[Tensor], Tensor]) -> Tensor:
+            return torch.stack([nothing if grad is None else count(grad) for grad in grads])
+
         return TensorStats(
-            sum_squares=torch.stack([grad.to(exact).square().sum() for grad in grads]),
-            non_finite=torch.stack([grad.isfinite().logical_not().sum(dtype=exact) for grad in grads]),
-            zeros=torch.stack([(grad == 0).sum(dtype=exact) for grad in grads]) if count_zeros else None,
+            sum_squares=of_each(lambda grad: grad.to(exact).square().sum()),
+            non_finite=of_each(lambda grad: grad.isfinite().logical_not().sum(dtype=exact)),
+            zeros=of_each(lambda grad: (grad == 0).sum(dtype=exact)) if count_zeros else None,
         )
 
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
@@ -37,6 +44,8 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
         """See :class:`megascale.kernels.Backend`."""
         found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad, step) in enumerate(zip(operands.main, operands.grad, operands.step, strict=True)):
+            if grad is None:
+                continue
             state = {name: tensors[index] for name, tensors in operands.state.items()}
             g = _gradient(grad, main, hyper.maximize, decision)
             p = main
@@ -64,7 +73,7 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
                 _land_(state[name], value, found)
             _land_(main, p, found)
             step.add_(1 - decision.found_inf)
-        return self.write_back_(operands.main, operands.model)
+        return self._round(operands)
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`.
@@ -74,6 +83,8 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
         """
         found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad) in enumerate(zip(operands.main, operands.grad, strict=True)):
+            if grad is None:
+                continue
             g = _gradient(grad, main, hyper.maximize, decision)
             if hyper.weight_decay != 0:
                 g = g + hyper.weight_decay * main
@@ -86,15 +97,16 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
                 _land_(buffer, velocity, found)
                 g = g + hyper.momentum * velocity if hyper.nesterov else velocity
             _land_(main, main - _as(main, lr) * g, found)
-        if hyper.momentum != 0 and hyper.dampening != 0:
-            for step in operands.step:
-                step.add_(1 - decision.found_inf)
-        return self.write_back_(operands.main, operands.model)
+            if hyper.momentum != 0 and hyper.dampening != 0:
+                operands.step[index].add_(1 - decision.found_inf)
+        return self._round(operands)
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad) in enumerate(zip(operands.main, operands.grad, strict=True)):
+            if grad is None:
+                continue
             g = _gradient(grad, main, hyper.maximize, decision)
             held = operands.state["exp_avg"][index]
             average = held.to(main.dtype)
@@ -102,7 +114,16 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
             p = main * _as(main, 1 - lr * hyper.weight_decay) - _as(main, lr) * direction
             _land_(held, hyper.beta2 * average + (1 - hyper.beta2) * g, found)
             _land_(main, p, found)
-        return self.write_back_(operands.main, operands.model)
+        return self._round(operands)
+
+    def _round(self, operands: Operands) -> Tensor:
+        """Round main params that have a gradient into their model params. Returns the overflow flags of all."""
+        every = enumerate(zip(operands.main, operands.model, operands.grad, strict=True))
+        rows = [(index, main, model) for index, (main, model, grad) in every if grad is not None]
+        if not rows:
+            return torch.zeros(len(operands.main), dtype=torch.bool, device=operands.main[0].device)
+        there, mains, models = map(list, zip(*rows, strict=True))
+        return flags_at(there, self.write_back_(mains, models), len(operands.main))
 
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""

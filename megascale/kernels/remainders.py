@@ -24,7 +24,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megascale.kernels.protocol import FP16_OVERFLOW, HeldParams, Operands
+from megascale.kernels.protocol import FP16_OVERFLOW, HeldParams, Operands, flags_at
 
 REMAINDER_DTYPE = torch.int16
 MOST = 32767
@@ -118,12 +118,19 @@ class TorchRemainders:
         return torch.stack(flags)
 
     def on_decoded(self, operands: Operands, update: Callable[[Operands], Tensor], found_inf: Tensor) -> Tensor:
-        """Run ``update`` on main params that are decoded for this call alone. Returns the overflow flags."""
+        """Run ``update`` on main params that are decoded for this call alone. Returns the overflow flags.
+
+        Those without a gradient are not decoded: encoding could give them another remainder.
+        """
+        there = [index for index, grad in enumerate(operands.grad) if grad is not None]
+        if not there:
+            return torch.zeros(len(operands.model), dtype=torch.bool, device=operands.model[0].device)
+        count, operands = len(operands.model), operands.pick(there)
         mains = [torch.empty_like(model, dtype=torch.float32) for model in operands.model]
         held = HeldParams(operands.model, operands.remainder, mains)
         self.decode_(held)
         update(replace(operands, main=mains, model=mains, remainder=[]))
-        return self.encode_(held, found_inf)
+        return flags_at(there, self.encode_(held, found_inf), count)
 
 
 def _joinable(models: Sequence[Tensor]) -> Iterator[list[int]]:

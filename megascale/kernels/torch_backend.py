@@ -27,7 +27,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
     def __init__(self) -> None:
         self._reference = ReferenceBackend()
 
-    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within a block and fp64 across blocks."""
         return block_statistics.measure(grads, count_zeros)
 

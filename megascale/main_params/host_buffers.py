@@ -32,10 +32,11 @@ def make_grad_memory(buffers: Sequence[HostBuffers], grads: TensorList, *, pin: 
 
     Raises UsageError if there is too little host memory.
     """
-    missing = [at for at, one in enumerate(buffers) if one.memory_for(grads[at]) is None]
-    for at, memory in zip(missing, host_memory([grads[at] for at in missing], pin=pin), strict=True):
-        buffers[at].grad = memory
-    return TensorList(one.grad for one in buffers if one.grad is not None)
+    pairs = list(zip(buffers, grads, strict=True))
+    wanting = [(one, grad) for one, grad in pairs if grad is not None and one.memory_for(grad) is None]
+    for (one, _), memory in zip(wanting, host_memory([grad for _, grad in wanting], pin=pin), strict=True):
+        one.grad = memory
+    return TensorList(None if grad is None else one.grad for one, grad in pairs)
 
 
 def host_memory(likes: Sequence[Tensor], *, pin: bool) -> list[Tensor]:

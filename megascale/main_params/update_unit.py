@@ -1,6 +1,5 @@
 """Main params that are updated in one go."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megascale.kernels import GradReader
@@ -10,9 +9,6 @@ from megascale.utils.dtensors import is_dtensor
 SLICE = 1 << 24
 """Elements, about, that are updated in host memory before their weights travel."""
 
-MOST_PARTS = 8
-"""Parts of a unit that are kept: of the newest sets of parameters without a gradient."""
-
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class UpdateUnit:
@@ -21,34 +17,21 @@ class UpdateUnit:
     Attributes:
         group: the index of their param group.
         params: in the order of the update.
-        has_dtensors: whether a model param is a DTensor; None: it is looked up.
+        has_dtensors: whether a model param is a DTensor.
         grads: reads ``param.grad`` of all model params.
     """
 
     group: int
     params: list[MainParam]
-    has_dtensors: bool | None = None
+    has_dtensors: bool = field(init=False)
     grads: GradReader = field(init=False)
     _slots: list[int] = field(init=False)
-    _parts: dict[tuple[int, ...], "UpdateUnit"] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         models = [param.model for param in self.params]
-        if self.has_dtensors is None:
-            self.has_dtensors = any(map(is_dtensor, models))
+        self.has_dtensors = any(map(is_dtensor, models))
         self.grads = GradReader(list(models))
         self._slots = [param.slot for param in self.params]
-
-    def part(self, indices: Sequence[int]) -> "UpdateUnit":
-        """Return the unit of the params at ``indices``: the same object while it is one of the newest parts."""
-        key = tuple(indices)
-        found = self._parts.pop(key, None)
-        if found is None:
-            found = UpdateUnit(self.group, [self.params[index] for index in indices], self.has_dtensors)
-        self._parts[key] = found  # the newest is last
-        if len(self._parts) > MOST_PARTS:
-            del self._parts[next(iter(self._parts))]
-        return found
 
     def record_version(self) -> None:
         """Record that all model params have just been written, as the roundings of their main params."""

@@ -88,7 +88,7 @@ class WeightArrivals:
 
         Any thread may call it, once. None if they have arrived.
         """
-        sent = self._sent.get(id(params[0].model)) if params else None
+        sent = next(filter(None, (self._sent.get(id(param.model)) for param in params)), None)  # some have no gradient
         return None if sent is None else sent.wait
 
     def start(self, params: Sequence[MainParam], update: Callable[[], bool]) -> None:

@@ -188,7 +188,7 @@ def measure(
     """Measure local gradients in one pass; the result is on ``device``.
 
     Args:
-        grads: local tensors in the dtypes they have, on any devices.
+        grads: local tensors in the dtypes they have, on any devices; of a missing one all numbers are 0.
         weights: of each gradient's statistics, see :class:`Holders`.
         errors: 0-d, this rank's errors, in the dtype of statistics.
         scaled: False if this rank knows that the loss was not scaled.
@@ -196,7 +196,7 @@ def measure(
     """
     marks = scaled - WITH_GRADS * has_grads
     # A rank without gradients has statistics, too: the others wait for it in the all-reduce, and it may have an error.
-    if not len(grads):
+    if not grads.are_there:
         vector = torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device)
         # fill_(), as an assigned number is copied from the host, which waits for the device.
         vector[Statistic.ZEROS].fill_(0.0 if count_zeros else math.nan)
@@ -213,11 +213,12 @@ def measure(
 
 def _measure_by_device(grads: TensorList, backend: Backend, count_zeros: bool, device: torch.device) -> TensorStats:
     """Measure each device's gradients there and bring the statistics to ``device``, in the order of ``grads``."""
-    parts = {
-        place: backend.measure([grad for grad in grads if grad.device == place], count_zeros)
-        for place in grads.forms.devices
-    }
-    runs = [(place, len(list(run))) for place, run in groupby(grad.device for grad in grads)]
+    places = [tensor.device for tensor in grads.filled]  # of a missing gradient, its parameter's
+    parts = {}
+    for place in grads.forms.devices:
+        theirs = grads.pick([index for index, other in enumerate(places) if other == place])
+        parts[place] = backend.measure(theirs, count_zeros)
+    runs = [(place, len(list(run))) for place, run in groupby(places)]
 
     def gathered(name: str) -> Tensor:
         waits = device.type == "cpu"  # for what the host reads next

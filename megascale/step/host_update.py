@@ -197,7 +197,10 @@ class HostUpdate(InnerUpdate):
         travelled: frozenset[HostBuffers] = frozenset()
         if self._copies is not None:
             travelled, are_written = self._copies.join(
-                pair for pending in updates for pair in zip(_buffers(pending), pending.grads, strict=True)
+                (param.on_host, grad)
+                for pending in updates
+                for param, grad in pending.pairs()
+                if param.on_host is not None
             )
             numbers.append(are_written)
         for at, number in enumerate(numbers):
@@ -206,12 +209,11 @@ class HostUpdate(InnerUpdate):
 
     def _sent(self, pending: PendingUpdate, travelled: frozenset[HostBuffers]) -> PendingUpdate:
         """Queue the copies of gradients that have not ``travelled``; return the unit as the host updates it."""
-        copies = []
-        for at, buffers in enumerate(_buffers(pending)):
-            if buffers.grad is not None:
-                copies.append(buffers.grad)
-                if buffers not in travelled:
-                    buffers.grad.copy_(pending.grads[at], non_blocking=has_streams(self._device))
+        copies: list[Tensor | None] = []
+        for buffers, grad in zip(_buffers(pending), pending.grads, strict=True):
+            copies.append(None if grad is None else buffers.grad)
+            if grad is not None and buffers.grad is not None and buffers not in travelled:
+                buffers.grad.copy_(grad, non_blocking=has_streams(self._device))
         return replace(pending, grads=TensorList(copies))
 
     def _task(self, on_host: PendingUpdate) -> Callable[[], bool]:
@@ -244,13 +246,13 @@ class HostUpdate(InnerUpdate):
 
 def _here_and_there(updates: Sequence[PendingUpdate]) -> tuple[list[PendingUpdate], list[PendingUpdate]]:
     """Return units beside their model params, and those in host memory: in one unit all are, or none is."""
-    are_there = [bool(pending.params) and pending.params[0].on_host is not None for pending in updates]
+    are_there = [pending.unit.params[0].on_host is not None for pending in updates]
     pairs = list(zip(updates, are_there, strict=True))
     return [one for one, is_there in pairs if not is_there], [one for one, is_there in pairs if is_there]
 
 
 def _buffers(pending: PendingUpdate) -> list[HostBuffers]:
-    return [param.on_host for param in pending.params if param.on_host is not None]
+    return [param.on_host for param in pending.unit.params if param.on_host is not None]
 
 
 def _uncounted_write() -> GradientError:

@@ -22,7 +22,7 @@ from megascale.kernels import (
 )
 from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.main_param import MainParam
-from megascale.main_params.update_unit import MOST_PARTS, UpdateUnit
+from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import CODE_DTYPES, MOMENTS, Hyper, Rule
 from megascale.rules.options import require_options
 from megascale.step.compact_state import require_supported, start_of, with_scales
@@ -34,40 +34,23 @@ from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, Overflow
 from megascale.utils.dtensors import to_local
 
 
-class _CachedOperands(NamedTuple):
-    """A unit's cached operands, and the state tensors that they were built from.
+class _UnitOperands(NamedTuple):
+    """The operands of a unit, which serve in every step while the state is the same tensors.
 
     Attributes:
-        params: of the unit: all but those that had neither a gradient nor whole state, by their index.
-        parts: operands of some of them, for the newest steps in which the others had no gradient, by their indices.
+        state: that they were made of.
+        prepared: without gradients.
+        left_out: indices of the unit's parameters that are in none of them, as they had neither a gradient nor whole
+            state: none is created before the first gradient, and nobody complains of it.
     """
 
-    params: dict[int, MainParam]
     state: StateColumns
     prepared: list[Prepared]
-    parts: dict[tuple[int, ...], list[Prepared]]
+    left_out: list[int]
 
-    def of(self, pending: PendingUpdate) -> list[Prepared] | None:
-        """Return the operands of the parameters that have a gradient; None if one of them is not here."""
-        are_all = len(self.params) == len(pending.whole.params)
-        if pending.indices is None:
-            return self.prepared if are_all else None
-        key = tuple(pending.indices)
-        found = self.parts.pop(key, None)
-        if found is None:
-            if not are_all and not self.params.keys() >= set(key):
-                return None
-            place_of = {index: place for place, index in enumerate(key)}
-            places = [place_of.get(index) for index in self.params]  # in the part, of each parameter here
-            found = []
-            for one in self.prepared:
-                pairs = [(at, place) for at, index in enumerate(one.indices) if (place := places[index]) is not None]
-                if pairs:
-                    found.append(one.pick([at for at, _ in pairs], [place for _, place in pairs]))
-        self.parts[key] = found  # the newest is last
-        if len(self.parts) > MOST_PARTS:
-            del self.parts[next(iter(self.parts))]
-        return found
+    def serve(self, grads: TensorList, names: list[str]) -> bool:
+        """Return whether they are those of the present state ``names``, and of all parameters that have a gradient."""
+        return all(grads[index] is None for index in self.left_out) and self.state.hold(names)
 
 
 class _CachedHyper(NamedTuple):
@@ -104,7 +87,7 @@ class KernelUpdate(InnerUpdate):
         self.fuses_remainders = is_own and backend.fuses_remainders
         self.general = GeneralUpdate(optimizer, backend, inner_step)
         self._entries: list[dict[str, Any]] = []
-        self._prepared: WeakKeyDictionary[UpdateUnit, _CachedOperands] = WeakKeyDictionary()
+        self._prepared: WeakKeyDictionary[UpdateUnit, _UnitOperands] = WeakKeyDictionary()
         self._hypers: dict[int, _CachedHyper] = {}
         self._option_names = ("lr", *rule.numbers, *rule.flags)
         self._read_names = (*self._option_names, *rule.may_read)
@@ -159,7 +142,7 @@ class KernelUpdate(InnerUpdate):
                 if all(map(_is_constant, values)):  # others can be written, and stay the same object
                     self._hypers[pending.unit.group] = known
             hypers.append(known)
-        operands = self._operands(updates, hypers)
+        operands = self._operands(updates, [known.state_names for known in hypers])
         return [
             replace(pending, call=KernelCall(prepared, known.hyper))
             for pending, prepared, known in zip(updates, operands, hypers, strict=True)
@@ -172,21 +155,26 @@ class KernelUpdate(InnerUpdate):
         if updates and updates[0].call is None:
             return self.general.apply(updates, decision, mark_written)
         overflow_flags: list[OverflowFlags] = []
-        place = decision.found_inf.device
         for pending in updates:
             prepared, hyper = pending.call or ([], None)
             for one in prepared:
-                operands, device = one.operands, one.operands.main[0].device
-                whole = len(one.indices) == len(pending.unit.params)
-                operands.grad = pending.grads if whole else [pending.grads[index] for index in one.indices]
-                there = decision if device == place else decision.to(device)
-                if one.decoded is not None:
-                    one.decoded.decode(self.backend)
+                is_whole = len(one.indices) == len(pending.grads)
+                grads = pending.grads if is_whole else pending.grads.pick(one.indices)
+                if not grads.are_there:
+                    continue
+                params, operands, decoded = one.params, one.operands, one.decoded
+                there = decision.to(operands.main[0].device)
+                if decoded is not None and grads.missing:
+                    decoded = decoded.pick(grads.there)
+                if decoded is not None:
+                    decoded.decode(self.backend)
+                operands.grad = grads
                 flags = self.run(one, hyper, there)
-                if one.decoded is not None:
-                    flags = one.decoded.encode(self.backend, there)
                 operands.grad = ()  # cached operands must not keep gradients that the caller drops
-                overflow_flags += one.flagged(flags)
+                if decoded is not None:
+                    params, flags = decoded.params, decoded.encode(self.backend, there)
+                if one.rounds_to_fp16:  # else no flag is ever set, and nobody need count them
+                    overflow_flags.append(OverflowFlags(params, flags))
             mark_written(pending.unit)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -244,9 +232,9 @@ class KernelUpdate(InnerUpdate):
         """Make memory that remainders can be decoded into; cached operands lie in the memory before, if any."""
         needed: dict[torch.device, int] = {}
         for pending in updates:
-            if pending.whole in self._prepared:
+            if pending.unit in self._prepared:
                 continue
-            held = [param for param in pending.whole.params if param.remainder is not None]
+            held = [param for param in pending.unit.params if param.remainder is not None]
             for device, params in _by_device(held).items():
                 chosen = [held[index] for index in params]
                 most = max(scratch_numel([chosen[i] for i in indices]) for indices in decoded_together(chosen))
@@ -256,63 +244,49 @@ class KernelUpdate(InnerUpdate):
                 self._scratch[device] = torch.empty(numel, dtype=torch.float32, device=device)
                 self._prepared.clear()
 
-    def _operands(self, updates: Sequence[PendingUpdate], hypers: Sequence[_CachedHyper]) -> list[list[Prepared]]:
-        """Return operands by unit and device, without gradients: the cached ones, while all of them is the same.
+    def _operands(self, updates: Sequence[PendingUpdate], names: Sequence[list[str]]) -> list[list[Prepared]]:
+        """Return the operands of each unit: those of an earlier step, while they serve.
 
-        Where that of one unit is made anew, all units are looked at: state may be shared between them. Raises
-        UsageError, before anything has changed, for state that shares memory.
+        Where those of one unit do not, the state of all units is looked at, as they may share some. Raises UsageError,
+        before anything has changed, for state that shares memory or does not fit.
         """
-        kept: list[list[Prepared]] = []
-        for pending, known in zip(updates, hypers, strict=True):
-            one = self._cached(pending, known.state_names)
-            if one is not None:
-                kept.append(one)
-        return kept if len(kept) == len(updates) else self._new_operands(updates, [one.state_names for one in hypers])
-
-    def _cached(self, pending: PendingUpdate, names: list[str]) -> list[Prepared] | None:
-        """Return operands that were made in an earlier step; None if a tensor is another one by now."""
-        kept = self._prepared.get(pending.whole)
-        return kept.of(pending) if kept is not None and kept.state.hold(names) else None
-
-    def _new_operands(self, updates: Sequence[PendingUpdate], names: Sequence[list[str]]) -> list[list[Prepared]]:
-        """Return the operands of all units, made anew where those of an earlier step do not serve.
-
-        Parameters without a gradient are among those of their unit if their state is whole: no step creates any for
-        them, or complains of it.
-        """
-        units: list[tuple[list[MainParam], list[str]]] = []
-        grads: list[Sequence[Tensor]] = []
-        chosen: list[dict[int, MainParam]] = []
-        for pending, known in zip(updates, names, strict=True):
-            place_of = None if pending.indices is None else {index: at for at, index in enumerate(pending.indices)}
-            params, theirs = {}, []
-            for index, param in enumerate(pending.whole.params):
-                place = index if place_of is None else place_of.get(index)
-                if place is not None or self._state.is_whole(param, known):
-                    params[index] = param
-                    theirs.append(param.part if place is None else pending.grads[place])
-            chosen.append(params)
-            grads.append(theirs)
-            units.append((list(params.values()), known))
+        serving = [self._serving(pending, needed) for pending, needed in zip(updates, names, strict=True)]
+        if all(one is not None for one in serving):
+            return [one.prepared for one in serving if one is not None]
+        params = [
+            {
+                index: param
+                for index, (param, grad) in enumerate(zip(pending.unit.params, pending.grads, strict=True))
+                if grad is not None or self._state.is_whole(param, needed)
+            }
+            for pending, needed in zip(updates, names, strict=True)
+        ]
+        units = [(list(chosen.values()), needed) for chosen, needed in zip(params, names, strict=True)]
+        grads = [
+            [param.part if (grad := pending.grads[index]) is None else grad for index, param in chosen.items()]
+            for pending, chosen in zip(updates, params, strict=True)
+        ]
         # State must not reach into what this step does not update either: main params of these and of earlier steps.
-        busy = {id(param) for params, _ in units for param in params}
-        every = dict.fromkeys([*self._prepared, *(pending.whole for pending in updates)])
+        busy = {id(param) for chosen, _ in units for param in chosen}
+        every = dict.fromkeys([*self._prepared, *(pending.unit for pending in updates)])
         idle = [param for unit in every for param in unit.params if id(param) not in busy]
         self._state.require_apart(units, grads, idle)
-        for pending, (listed, known) in zip(updates, units, strict=True):
-            if self._cached(pending, known) is None:
-                self._state.complete(listed, known, self.rule.optional_state)
+        for one, (chosen, needed) in zip(serving, units, strict=True):
+            if one is None:
+                self._state.complete(chosen, needed, self.rule.optional_state)
         self._state.separate(units)
-        found = []
-        for pending, params, (listed, known) in zip(updates, chosen, units, strict=True):
-            kept = self._cached(pending, known)
-            if kept is None:
-                state = self._state.columns(listed, known)
-                prepared = _prepare(listed, state.by_name, self._scratch, fuses=self.fuses_remainders)
-                made = self._prepared[pending.whole] = _CachedOperands(params, state, prepared, {})
-                kept = made.of(pending)
-            found.append(kept or [])
-        return found
+        for pending, (chosen, needed), places in zip(updates, units, params, strict=True):
+            if self._serving(pending, needed) is None:
+                state = self._state.columns(chosen, needed)
+                prepared = _prepare(list(places.items()), state.by_name, self._scratch, fuses=self.fuses_remainders)
+                left_out = [index for index in range(len(pending.grads)) if index not in places]
+                self._prepared[pending.unit] = _UnitOperands(state, prepared, left_out)
+        return [self._prepared[pending.unit].prepared for pending in updates]
+
+    def _serving(self, pending: PendingUpdate, names: list[str]) -> _UnitOperands | None:
+        """Return a unit's operands if there are any, and they serve."""
+        found = self._prepared.get(pending.unit)
+        return found if found is not None and found.serve(pending.grads, names) else None
 
     def run(self, prepared: Prepared, hyper: Any, decision: Decision) -> Tensor:
         """Call the kernel and return its overflow flags, one per parameter."""
@@ -336,7 +310,7 @@ def _by_device(params: Sequence[MainParam]) -> dict[torch.device, list[int]]:
 
 
 def _prepare(
-    params: Sequence[MainParam],
+    params: Sequence[tuple[int, MainParam]],
     state: Mapping[str, Sequence[Tensor]],
     scratch: Mapping[torch.device, Tensor],
     *,
@@ -345,31 +319,32 @@ def _prepare(
     """Split a unit by device, and what is held as remainders into what is decoded together.
 
     Args:
-        state: columns of the optimizer's state.
+        params: each with its index in the unit.
+        state: columns of the optimizer's state, one tensor for each of ``params``.
         scratch: memory to decode into.
         fuses: the update itself decodes remainders.
     """
-    prepared = []
-    for device, indices in _by_device(params).items():
-        whole = [index for index in indices if params[index].remainder is None]
-        held = [index for index in indices if params[index].remainder is not None]
+    listed, prepared = [param for _, param in params], []
+    for device, at in _by_device(listed).items():
+        whole = [place for place in at if listed[place].remainder is None]
+        held = [place for place in at if listed[place].remainder is not None]
         prepared += [_prepared(params, chosen, state) for chosen in (whole, held if fuses else []) if chosen]
         if not fuses:
-            for places in decoded_together([params[index] for index in held]):
+            for places in decoded_together([listed[place] for place in held]):
                 together = [held[place] for place in places]
-                decoded = DecodedParams([params[index] for index in together], scratch[device])
+                decoded = DecodedParams([listed[place] for place in together], scratch[device])
                 prepared.append(_prepared(params, together, state, decoded))
     return prepared
 
 
 def _prepared(
-    params: Sequence[MainParam],
-    indices: list[int],
+    params: Sequence[tuple[int, MainParam]],
+    places: list[int],
     state: Mapping[str, Sequence[Tensor]],
     decoded: DecodedParams | None = None,
 ) -> Prepared:
-    """Return the operands of the parameters at ``indices``: all are held as remainders, or none is."""
-    chosen = [params[index] for index in indices]
+    """Return the operands of the ``params`` at ``places``: all are held as remainders, or none is."""
+    indices, chosen = [params[place][0] for place in places], [params[place][1] for place in places]
     mains = decoded.mains if decoded is not None else [to_local(param.main) for param in chosen]
     # As for fp32 model params: a decoded main param is rounded when it is encoded.
     is_rounded = [param.is_copy and decoded is None for param in chosen]
@@ -379,10 +354,12 @@ def _prepared(
         model=listed(models),
         main=listed(mains),
         state={
-            name: listed([to_local(column[i]) for i in indices]) for name, column in state.items() if name != "step"
+            name: listed([to_local(column[place]) for place in places])
+            for name, column in state.items()
+            if name != "step"
         },
         start=[start_of(param) for param in chosen] if any(map(is_scale, state)) else [],
-        step=listed([state["step"][index] for index in indices]) if "step" in state else [],
+        step=listed([state["step"][place] for place in places]) if "step" in state else [],
     )
     if decoded is None and chosen[0].remainder is not None:
         operands.remainder = [to_local(param.memory) for param in chosen]

@@ -1,7 +1,7 @@
 """Finishes gradient reduction and collects a step's local gradients, from ``param.grad`` and main grads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -36,46 +36,25 @@ ReplicaSet = tuple[str, tuple[int, ...], str]
 """What ranks are called that hold the same gradient, which they are, and the parameter's name."""
 
 
-class Found(NamedTuple):
-    """Local gradients of a unit.
-
-    Attributes:
-        unit: of the parameters that have a gradient.
-        grads: in its order.
-        whole: the unit that was searched.
-        indices: of its parameters that have a gradient; None: all.
-    """
-
-    unit: UpdateUnit
-    grads: TensorList
-    whole: UpdateUnit
-    indices: list[int] | None = None
-
-
 class _MainGrads(NamedTuple):
-    """Cached main grads of a unit, valid as long as ``memory`` holds. ``indices``: of the parameters that have one."""
+    """Cached main grads of a unit, valid as long as ``memory`` holds."""
 
     grads: TensorList
-    indices: list[int]
     memory: MemoryRecord
 
 
-@dataclass
-class _Measured:
-    """What is measured of some units, and the gradients that ``given`` were.
+class _Measured(NamedTuple):
+    """What a step measures of some units.
 
     Attributes:
         owned: by unit, the indices of the parameters of which this rank owns elements.
-        are_whole: by unit, whether these are all.
-        params: the parameters.
+        params: these parameters.
+        weights: of the statistics of their gradients.
     """
 
-    units: list[UpdateUnit]
     owned: list[list[int]]
-    are_whole: list[bool]
     params: list[MainParam]
-    given: list[TensorList] = field(default_factory=list)
-    grads: TensorList | None = None
+    weights: GradWeights
 
 
 @dataclass
@@ -83,9 +62,9 @@ class Collected:
     """Local gradients of one step.
 
     Attributes:
-        updates: per param group, what the update needs.
-        params: those of which this rank has gradients, in the order of ``updates``.
-        grads: their local gradients.
+        updates: per unit in which a parameter has a gradient, what the update needs.
+        params: of all units those of which this rank owns elements, if one of them has a gradient; else none.
+        grads: their local gradients, which are measured.
         weights: of each gradient's statistics.
         error: why this rank cannot step; the lists are empty then.
     """
@@ -98,7 +77,11 @@ class Collected:
 
 
 class ReadyGrads:
-    """Collects gradients; caches their statistics' weights while the same parameters have gradients."""
+    """Collects gradients; caches their statistics' weights while the units are the same.
+
+    Attributes:
+        weights: those of the newest step; None before the first.
+    """
 
     def __init__(
         self,
@@ -113,16 +96,14 @@ class ReadyGrads:
         self._replicas_may_differ = replicas_may_differ
         self._holders = Holders(groups, sharded=sharded)
         self._device = device
-        self._weights: tuple[list[MainParam], GradWeights] | None = None
+        self.weights: GradWeights | None = None
         self._units: Sequence[UpdateUnit] = ()
-        self._weight_of: dict[MainParam, tuple[float, float]] = {}
-        self._kept: WeakKeyDictionary[UpdateUnit, _MainGrads] = WeakKeyDictionary()
         self._measured: _Measured | None = None
-
-    @property
-    def weights(self) -> GradWeights | None:
-        """Those of the newest step."""
-        return None if self._weights is None else self._weights[1]
+        self._kept: WeakKeyDictionary[UpdateUnit, _MainGrads] = WeakKeyDictionary()
+        self._joined: tuple[list[TensorList], TensorList] = (
+            [],
+            TensorList(),
+        )  # of main grads: the lists, and the joined one
 
     def validate_param(self, param: MainParam) -> None:
         """Raise ArgumentError for a parameter whose gradient goes elsewhere or that ``grad_stats`` cannot agree on."""
@@ -135,28 +116,29 @@ class ReadyGrads:
 
     def collect(self, param_groups: Sequence[dict[str, Any]], main_params: MainParams) -> Collected:
         """Return the gradients there are, after :meth:`finish`. Parameters without a gradient take no part."""
-        updates: list[PendingUpdate] = []
-        units = main_params.units()
-        if units is not self._units:
+        units, measured = main_params.units(), self._measured
+        if measured is None or units is not self._units:
             self._units = units
-            self._weight_of.clear()
+            measured = self._measured = self._to_measure(units)
+        found: list[TensorList] = []
         for unit in units:
-            found: Found | MegascaleError | None = None
-            if self._grad_sync is not None:
-                found = self._synced(unit)
-            if found is None and not unit.has_dtensors:  # all param.grad at once, if kernels can read all there are
-                if (grads := unit.grads.read()) is not None:
-                    found = Found(unit, grads, unit)
-                elif self._grad_sync is None and (some := unit.grads.read_some()) is not None:
-                    found = self._some(unit, *some)
-            if found is None:
-                found = self._one_by_one(unit)
-            if isinstance(found, MegascaleError):
-                return self.failed(found)
-            if found.unit.params:
-                updates.append(PendingUpdate(param_groups[unit.group], *found))
-        params, measured = self._to_measure(updates)
-        return Collected(updates, params, measured, self._weigh(params), None)
+            grads = self._grads_of(unit)
+            if isinstance(grads, MegascaleError):
+                return self.failed(grads)
+            found.append(grads)
+        pairs = zip(units, found, strict=True)
+        updates = [PendingUpdate(param_groups[unit.group], unit, grads) for unit, grads in pairs if grads.are_there]
+        self.weights, (lists, joined) = measured.weights, self._joined
+        if not (lists and are_same(lists, found)):
+            parts = [
+                grads if len(indices) == len(grads) else grads.pick(indices)
+                for grads, indices in zip(found, measured.owned, strict=True)
+            ]
+            joined = TensorList.joined(parts)
+            kept = [self._kept[unit].grads for unit in units if unit in self._kept]
+            if are_same(kept, found):  # all are main grads, which live as long as their GradSync
+                self._joined = found, joined
+        return Collected(updates, measured.params if joined.are_there else [], joined, measured.weights, None)
 
     def grad_of(self, param: MainParam) -> Tensor | None:
         """Return what this rank has of a gradient, as it is: the main grad, or the local part of ``param.grad``."""
@@ -185,65 +167,54 @@ class ReadyGrads:
 
     def failed(self, error: Exception) -> Collected:
         """Return an empty collection with ``error``, for a rank whose step cannot be taken."""
-        return Collected([], [], TensorList(), self._weigh([]), error)
+        self.weights = self._weigh([])
+        return Collected([], [], TensorList(), self.weights, error)
 
-    def _to_measure(self, updates: list[PendingUpdate]) -> tuple[list[MainParam], TensorList]:
-        """Return the parameters of which this rank owns elements, and their gradients.
+    def _to_measure(self, units: Sequence[UpdateUnit]) -> _Measured:
+        owned = [
+            [index for index, param in enumerate(unit.params) if param.shard is None or param.main.numel()]
+            for unit in units
+        ]
+        params = [unit.params[index] for unit, indices in zip(units, owned, strict=True) for index in indices]
+        return _Measured(owned, params, self._weigh(params))
 
-        The same objects while the same main grads are synced.
-        """
-        units = [update.unit for update in updates]
-        known = self._measured
-        if known is None or not are_same(known.units, units):
-            owned = [
-                [index for index, param in enumerate(unit.params) if param.shard is None or param.main.numel()]
-                for unit in units
-            ]
-            params = [unit.params[index] for unit, own in zip(units, owned, strict=True) for index in own]
-            wholes = [len(own) == len(unit.params) for unit, own in zip(units, owned, strict=True)]
-            known = self._measured = _Measured(units, owned, wholes, params)
-        given = [update.grads for update in updates]
-        if known.grads is not None and are_same(known.given, given):
-            return known.params, known.grads
-        parts = []
-        for grads, own, is_whole in zip(given, known.owned, known.are_whole, strict=True):
-            parts.append(grads if is_whole else TensorList(grads[index] for index in own))
-        joined = TensorList.joined(parts)
-        if self._kept and are_same(given, [kept.grads for kept in map(self._kept.get, units) if kept is not None]):
-            known.given, known.grads = given, joined  # main grads, which live as long as their GradSync
-        return known.params, joined
+    def _grads_of(self, unit: UpdateUnit) -> TensorList | MegascaleError:
+        """Return the gradients of a unit. An error for one that no kernel can read, or that another GradSync has."""
+        found: TensorList | MegascaleError | None = None
+        if self._grad_sync is not None:
+            found = self._synced(unit)
+        if found is None and not unit.has_dtensors and not (unit in self._kept and self._kept[unit].grads.are_there):
+            found = unit.grads.read()  # all param.grad at once, if kernels can read all there are
+        if found is None:
+            found = self._one_by_one(unit)
+        if not isinstance(found, MegascaleError):
+            for param in (unit.params[index] for index in found.missing):
+                if self._is_taken_elsewhere(param):
+                    return UsageError(f"the gradient of {param.name!r} was taken by a GradSync in backward; {REMEDY}")
+        return found
 
-    def _synced(self, unit: UpdateUnit) -> Found | MegascaleError | None:
+    def _synced(self, unit: UpdateUnit) -> TensorList | MegascaleError | None:
         """Return the main grads of a unit, which are cached. None if a parameter has a gradient beside them."""
         kept = self._kept.get(unit)
         if kept is None or not kept.memory.holds():
-            grads: list[Tensor] = []
-            indices: list[int] = []
-            for index, param in enumerate(unit.params):
-                grad = self._main_grad(param)
-                if grad is not None:
-                    if not self._is_in_place(param, grad):
-                        return _misplaced(param.name)
-                    grads.append(grad)
-                    indices.append(index)
-            kept = self._kept[unit] = _MainGrads(TensorList(grads), indices, MemoryRecord(grads))
-            self._measured = None
-        if len(kept.grads) < len(unit.params):
-            have_main_grad = set(kept.indices)
-            for index, param in enumerate(unit.params):
-                if index not in have_main_grad and param.model.grad is not None:
-                    return None
-        return self._some(unit, kept.indices, kept.grads)
+            grads = list(map(self._main_grad, unit.params))
+            for param, grad in zip(unit.params, grads, strict=True):
+                if grad is not None and not self._is_in_place(param, grad):
+                    return _misplaced(param.name)
+            memory = MemoryRecord([grad for grad in grads if grad is not None])
+            kept = self._kept[unit] = _MainGrads(self._listed(unit, grads), memory)
+        if any(unit.params[index].model.grad is not None for index in kept.grads.missing):
+            return None
+        return kept.grads
 
-    def _some(self, unit: UpdateUnit, indices: list[int], grads: TensorList) -> Found | MegascaleError:
-        """Return the gradients that there are. An error for one that is missing because another GradSync has it."""
-        if len(indices) == len(unit.params):
-            return Found(unit, grads, unit)
-        are_there = set(indices)
-        for index, param in enumerate(unit.params):
-            if index not in are_there and self._is_taken_elsewhere(param):
-                return UsageError(f"the gradient of {param.name!r} was taken by a GradSync in backward; {REMEDY}")
-        return Found(unit.part(indices), grads, unit, indices)
+    def _listed(self, unit: UpdateUnit, grads: list[Tensor | None]) -> TensorList:
+        """Return the local gradients of a unit, in which the tensor that a gradient would be like stands in for it."""
+        pairs = zip(unit.params, grads, strict=True)
+        return TensorList(grads, filled=[self._like(param) if grad is None else grad for param, grad in pairs])
+
+    def _like(self, param: MainParam) -> Tensor:
+        main_grad = None if self._grad_sync is None else self._grad_sync.local_grad(param.model)
+        return param.part.detach() if main_grad is None else main_grad
 
     def _is_in_place(self, param: MainParam, grad: Tensor) -> bool:
         """Whether a main grad still lies in its bucket, as it was created."""
@@ -257,11 +228,10 @@ class ReadyGrads:
             return None
         return self._grad_sync.local_grad(param.model)
 
-    def _one_by_one(self, unit: UpdateUnit) -> Found | MegascaleError:
-        """Return the parameters that have a gradient or main grad. An error for one that no kernel can read."""
-        indices: list[int] = []
-        grads: list[Tensor] = []
-        for index, param in enumerate(unit.params):
+    def _one_by_one(self, unit: UpdateUnit) -> TensorList | MegascaleError:
+        """Return the gradients, or main grads, of a unit. An error for one that no kernel can read."""
+        grads: list[Tensor | None] = []
+        for param in unit.params:
             grad, model = self._main_grad(param), param.model
             if grad is not None and not self._is_in_place(param, grad):
                 return _misplaced(param.name)
@@ -270,28 +240,24 @@ class ReadyGrads:
                 if error is not None:
                     return error
                 grad = to_local(model.grad)
-            if grad is not None:
-                indices.append(index)
-                grads.append(grad)
-        return self._some(unit, indices, TensorList(grads))
+            grads.append(grad)
+        return self._listed(unit, grads)
 
     def _is_taken_elsewhere(self, param: MainParam) -> bool:
         """Return whether a live GradSync, not the one that was given, takes the gradients of ``param``."""
         given: object = self._grad_sync
         return owner_of(param.model) not in (None, given)
 
-    def _weigh(self, params: list[MainParam]) -> GradWeights:
-        if self._weights is None or not are_same(self._weights[0], params):
-            for param in params:
-                if param not in self._weight_of:  # they serve while the units are the same
-                    weight = self._holders.of(param.model)
-                    compared = self._are_data_replicas_compared(param)
-                    self._weight_of[param] = weight.share, weight.contrast if compared else weight.tensor_contrast
-            pairs = [self._weight_of[param] for param in params]
-            shares, contrasts = ([pair[at] for pair in pairs] for at in (0, 1))
-            compares = any(contrasts) and not self._replicas_may_differ
-            self._weights = (params, GradWeights(self._column(shares), self._column(contrasts) if compares else None))
-        return self._weights[1]
+    def _weigh(self, params: Sequence[MainParam]) -> GradWeights:
+        """Return the weights of the gradients' statistics."""
+        shares, contrasts = [], []
+        for param in params:
+            weight = self._holders.of(param.model)
+            shares.append(weight.share)
+            is_compared = self._are_data_replicas_compared(param)
+            contrasts.append(weight.contrast if is_compared else weight.tensor_contrast)
+        compares = any(contrasts) and not self._replicas_may_differ
+        return GradWeights(self._column(shares), self._column(contrasts) if compares else None)
 
     def replica_squares(self, params: Sequence[MainParam], sum_squares: Tensor | None) -> dict[ReplicaSet, float]:
         """Return the sum of squares of each gradient that other ranks should hold, too. The host waits for it.

@@ -1,7 +1,7 @@
 """Muon's update. It reads the decision on the device: a skipped step changes nothing, and the host does not wait."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,6 +13,7 @@ from typing_extensions import override
 from megascale.config import StepConfig
 from megascale.kernels import Backend, Decision, Operands
 from megascale.kernels.newton_schulz import iteration_dtype, orthogonalize
+from megascale.kernels.protocol import flags_at
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import MUON, MuonHyper
@@ -51,7 +52,8 @@ class MuonUpdate(KernelUpdate):
         super().__init__(optimizer, backend, config, MUON)
         self._dtype = config.muon_ns_dtype
         self._supported: WeakKeyDictionary[UpdateUnit, bool] = WeakKeyDictionary()
-        self._plans: WeakKeyDictionary[Operands, list[_MatrixSet]] = WeakKeyDictionary()
+        # Of the newest set of matrices that have a gradient: its indices, and which are updated together.
+        self._plans: WeakKeyDictionary[Operands, tuple[list[int], list[_MatrixSet]]] = WeakKeyDictionary()
 
     @override
     def update_signature(self) -> str:
@@ -76,28 +78,30 @@ class MuonUpdate(KernelUpdate):
         skipped = (decision.found_inf != 0).reshape(())
         if skipped.device.type == "cpu" and skipped.item():
             return overflowed
-        if operands not in self._plans:
-            self._plans[operands] = self._plan(prepared.params)
-        for matrices in self._plans[operands]:
+        there = [index for index, grad in enumerate(operands.grad) if grad is not None]
+        planned, plan = self._plans.get(operands, ([], []))
+        if planned != there:
+            plan = self._plan(prepared.params, there)
+            self._plans[operands] = there, plan
+        for matrices in plan:
             self._update(operands.pick(matrices.indices), matrices, hyper, decision, skipped)
-        copies = [index for index, main in enumerate(operands.main) if main is not operands.model[index]]
-        if copies:
-            flags = self.backend.write_back_([operands.main[i] for i in copies], [operands.model[i] for i in copies])
-            if len(copies) == len(operands.main):
-                return flags
-            found = dict(zip(copies, flags.unbind(), strict=True))  # stacked, as an index would travel to the device
-            return torch.stack([found.get(index, one) for index, one in enumerate(overflowed.unbind())])
-        return overflowed
+        copies = [index for index in there if operands.main[index] is not operands.model[index]]
+        if not copies:
+            return overflowed
+        flags = self.backend.write_back_([operands.main[i] for i in copies], [operands.model[i] for i in copies])
+        return flags_at(copies, flags, len(operands.main))
 
-    def _plan(self, params: Sequence[MainParam]) -> list["_MatrixSet"]:
+    def _plan(self, params: Sequence[MainParam], there: Sequence[int]) -> list["_MatrixSet"]:
         """Return which matrices are updated together: those that share an exchange; every other one alone.
+
+        ``there``: indices of the parameters that have a gradient.
 
         One by one also where many have one shape: a library may multiply a batch of another size by another kernel,
         and how many a rank has depends on the number of ranks, which no bit may depend on.
         """
-        mains = [param.main for param in params]
+        mains = {index: params[index].main for index in there}
         found: list[tuple[list[int], MatrixExchange | None]] = [
-            ([index], None) for index, main in enumerate(mains) if main.numel() and not cuts_of(main)
+            ([index], None) for index, main in mains.items() if main.numel() and not cuts_of(main)
         ]
         found += [(indices, exchange) for exchange, indices in _exchanges(mains)]
         return [_MatrixSet(indices, [mains[index].shape for index in indices], exchange) for indices, exchange in found]
@@ -107,7 +111,8 @@ class MuonUpdate(KernelUpdate):
     ) -> None:
         """Update a set of matrices, in the order of operations of torch.optim.Muon."""
         mains, buffers = operands.main, operands.state["momentum_buffer"]
-        grads = self.backend.unscale(list(operands.grad), mains, decision.coefficient)
+        there = [grad for grad in operands.grad if grad is not None]  # all
+        grads = self.backend.unscale(there, mains, decision.coefficient)
         momenta = [
             buffer.to(grad.dtype).lerp(grad, 1 - hyper.momentum) for buffer, grad in zip(buffers, grads, strict=True)
         ]
@@ -146,10 +151,10 @@ def _is_supported(main: Tensor) -> bool:
     return True
 
 
-def _exchanges(mains: Sequence[Tensor]) -> list[tuple[MatrixExchange, list[int]]]:
+def _exchanges(mains: Mapping[int, Tensor]) -> list[tuple[MatrixExchange, list[int]]]:
     """Return one exchange, with the indices of its matrices, for each list of groups that matrices are cut over."""
     by_groups: defaultdict[tuple[ProcessGroup, ...], list[tuple[int, DTensor, list[Cut]]]] = defaultdict(list)
-    for index, main in enumerate(mains):
+    for index, main in mains.items():
         if is_dtensor(main) and (cuts := cuts_of(main)):
             groups = tuple(main.device_mesh.get_group(cut.mesh_dim) for cut in cuts)
             by_groups[groups].append((index, main, cuts))

@@ -38,7 +38,8 @@ class StepRecord:
 
     Attributes:
         step: its number. None for a step in a graph: the number of the last replay.
-        params: of each member, those that have gradients on this rank.
+        params: of each member those whose gradients were measured on this rank.
+        num_grads: how many of these had a gradient.
         counts: non-finite elements of each of these gradients, shape [params of all members]; None without gradients.
         sum_squares: of each member, the sums of squares of its gradients, shape [its params]; None without gradients.
         vector: the agreed statistics.
@@ -50,6 +51,7 @@ class StepRecord:
 
     step: int | None
     params: list[list[MainParam]]
+    num_grads: int
     counts: Tensor | None
     sum_squares: tuple[Tensor | None, ...]
     vector: Tensor

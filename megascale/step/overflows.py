@@ -152,6 +152,7 @@ class OverflowRecorder(LastOverflow, StepObserver):
         return StepRecord(
             None if captured else self._members[0].counter.taken,
             [own.params for own in collected],
+            sum(len(own.grads) - len(own.grads.missing) for own in collected),
             stats.non_finite,
             stats.sum_squares,
             stats.vector,
@@ -201,7 +202,7 @@ class OverflowRecorder(LastOverflow, StepObserver):
             float(record.scale.tolist()[0]) if isinstance(record.scale, Tensor) else record.scale,
             record.seen,
             tuple(self._entries(record, grads_are_there)),
-            0 if record.counts is None else record.counts.numel(),
+            record.num_grads,
         )
 
     def _entries(self, record: StepRecord, grads_are_there: bool) -> Iterator[OverflowEntry]:

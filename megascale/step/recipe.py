@@ -229,7 +229,7 @@ class StepRecipe:
         """Clamp every unscaled, norm-clipped gradient of a ready step to [-max_value, max_value], still scaled."""
         for ready in self._ready("clip_grad_value_() needs prepare_grads() first: gradients are not unscaled before"):
             for update in ready.updates:
-                for grad in update.grads:
+                for _, grad in update.pairs():
                     bound = to_device_async(max_value / ready.decision.coefficient, grad.device)
                     torch.clamp(grad, -bound, bound, out=grad)
 
@@ -307,7 +307,7 @@ class StepRecipe:
         if not has_only_zeros(agreed):  # no gradient at all has every scale
             self._require_sound(agreed, zip((own.params for own in collected), stats.sum_squares, strict=True))
         scale = None if self._grad_scaler is None else self._grad_scaler.live_scale
-        pairs = (zip(update.params, update.grads, strict=True) for own in collected for update in own.updates)
+        pairs = (update.pairs() for own in collected for update in own.updates)
         grads = {id(param): grad for param, grad in chain.from_iterable(pairs)}
         return LentGrads(grads, self._backend.decide(stats.vector, scale, 0.0), was_skipped(agreed))
 

@@ -145,8 +145,7 @@ class GeneralUpdate(InnerUpdate):
             for pending in updates:
                 mark_written(pending.unit)
             return []
-        pairs = [pair for pending in updates for pair in zip(pending.params, pending.grads, strict=True)]
-        owned = [(param, grad) for param, grad in pairs if param.is_owned]
+        owned = [(param, grad) for pending in updates for param, grad in pending.pairs() if param.is_owned]
         params, grads = [param for param, _ in owned], [grad for _, grad in owned]
         failure: Exception | None = None
         for param in params:

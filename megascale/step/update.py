@@ -1,6 +1,6 @@
 """Arguments and results of an update, for our kernels and for the optimizer's own ``step()``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,26 +20,27 @@ from megascale.step.decoded import DecodedParams
 
 @dataclass(frozen=True)
 class PendingUpdate:
-    """A unit whose parameters all have gradients, with its param group's options and local gradients in its order.
+    """A unit with its param group's options, and its local gradients, of which at least one is there.
 
     Attributes:
-        whole: the unit of which this one is a part, as some of its parameters have no gradient; the unit itself where
-            all have.
-        indices: of the unit's parameters in ``whole``; None: all.
         call: made by :meth:`InnerUpdate.prepare`.
     """
 
     options: dict[str, Any]
     unit: UpdateUnit
     grads: TensorList
-    whole: UpdateUnit
-    indices: list[int] | None = None
     call: "KernelCall | None" = None
 
     @property
-    def params(self) -> list[MainParam]:
-        """The main params."""
-        return self.unit.params
+    def params(self) -> Sequence[MainParam]:
+        """The main params that have a gradient."""
+        return self.grads.beside(self.unit.params)
+
+    def pairs(self) -> Iterator[tuple[MainParam, Tensor]]:
+        """Yield the main params that have a gradient, each with it."""
+        for param, grad in zip(self.unit.params, self.grads, strict=True):
+            if grad is not None:
+                yield param, grad
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class OverflowFlags:
 
 
 class Prepared(NamedTuple):
-    """Main params of one device, their indices in the unit, and their operands without gradients.
+    """Main params of one device, their indices in the unit, and their operands, which have gradients in an update only.
 
     Attributes:
         rounds_to_fp16: whether one of them may grow too large for its model param.
@@ -63,16 +64,6 @@ class Prepared(NamedTuple):
     operands: Operands
     rounds_to_fp16: bool
     decoded: DecodedParams | None = None
-
-    def pick(self, indices: list[int], places: list[int]) -> "Prepared":
-        """Return those of the main params at ``indices``, whose indices in another unit are ``places``."""
-        params = [self.params[index] for index in indices]
-        decoded = None if self.decoded is None else self.decoded.pick(indices)
-        return Prepared(params, places, self.operands.pick(indices), self.rounds_to_fp16, decoded)
-
-    def flagged(self, overflowed: Tensor) -> list[OverflowFlags]:
-        """Return what an update has flagged; nothing where no flag is ever set, so that nobody need count them."""
-        return [OverflowFlags(self.params, overflowed)] if self.rounds_to_fp16 else []
 
 
 class KernelCall(NamedTuple):

@@ -63,12 +63,12 @@ class _Lengths(ctypes.Structure):
 
 
 class _Grads(ctypes.Structure):
-    """native.c's Grads. Holds the arrays that it points to."""
+    """native.c's Grads: address 0 of a missing one. Holds the arrays that it points to."""
 
     _fields_ = (("addresses_at", ctypes.c_void_p), ("types_at", ctypes.c_void_p))
 
     def __init__(self, grads: TensorList) -> None:
-        self.addresses, self.types = np.ascontiguousarray(grads.pointers), grads.forms.dtype_codes(TYPES)
+        self.addresses, self.types = np.ascontiguousarray(grads.addresses), grads.forms.dtype_codes(TYPES)
         super().__init__(self.addresses.ctypes.data, self.types.ctypes.data)
 
 
@@ -134,13 +134,13 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         """Return how many threads share a pass."""
         return torch.get_num_threads() if self._num_threads is None else self._num_threads
 
-    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within 1,024 elements, fp64 across them."""
         looked = TensorList.of(grads)
         if not _all_known(looked):
-            if not all(_takes([grad]) for grad in grads):
+            if not all(_takes([grad]) for grad in looked.filled):
                 return self._torch.measure(grads, count_zeros)
-            looked = TensorList(grad.contiguous() if flat([grad]) is None else grad for grad in grads)
+            looked = TensorList(None if one is None else one if flat([one]) else one.contiguous() for one in grads)
         numels = looked.forms.numels
         if not np.array_equal(self._measured.numels, numels):
             self._measured = _Lengths(numels)
@@ -268,22 +268,22 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         kept = self._kept.get(operands)
         if kept is None or kept[0] != names:
             kept = self._kept[operands] = (names, _whole_table(operands, names))
-        table, grads = kept[1], TensorList.of(operands.grad)
+        table, grads = kept[1], TensorList.of(operands.grad, operands.model)
         if table is not None and _all_known(grads):
-            increment_version(operands.model)  # autograd must see that saved weights have changed
+            increment_version(grads.beside(operands.model))  # autograd must see that saved weights have changed
             return self._call(table, grads, call, has_codes=operands.has_codes)
         if operands.remainder and call.decision is not None:
             update = slow if operands.has_codes else partial(self._update, names=names, call=call, slow=slow)
             return self.on_decoded(operands, update, call.decision.found_inf)
         if operands.has_codes:
             return slow(operands)
-        increment_version(operands.model)
+        increment_version(grads.beside(operands.model))
         split = Split(operands, names, _takes)
         picked = operands.pick(split.taken)
 
         def fast() -> Tensor:
             mains, grads, models, *states = map(TensorList, zip(*split.rows, strict=True))
-            return self._call(_table(mains, models, states, picked.step), grads, call)
+            return self._call(_table(mains, models, states, picked.step), TensorList.of(grads), call)
 
         return split.joined(fast, slow)
 

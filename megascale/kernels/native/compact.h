@@ -430,11 +430,12 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
             for (int64_t c = first; c < last; c++) {
                 chunk = chunk_after(all, chunk.row, c);
                 const CompactRow *row = rows + chunk.row;
+                const char *grad = grads->addresses[chunk.row];
+                if (!grad) continue;
                 const Row plain = {.main = row->main, .step = row->step};
                 CompactKind kind = {row->remainder != 0, grads->types[chunk.row],
                                     row->model ? row->model_type : NONE,
                                     row->first_scale != 0, row->second_scale != 0, l2, 0};
-                const char *grad = grads->addresses[chunk.row];
                 scalars_of(&plain, ADAM, hyper, &scalars);
                 int beyond = 0;
                 if (skip) beyond = !kind.held && kind.model == F16 && chunk_rounds_beyond(&plain, chunk);
@@ -448,7 +449,8 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
         finish_streams();
     }
     if (skip) return;
-    for (int64_t r = 0; r < n; r++) *rows[r].step += 1.0f;
+    for (int64_t r = 0; r < n; r++)
+        if (grads->addresses[r]) *rows[r].step += 1.0f;
 }
 
 #endif

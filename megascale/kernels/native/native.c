@@ -20,7 +20,7 @@
 #define START 512   /* bytes of each tensor that an update prefetches */
 #define FP16_OVERFLOW 65520.0f
 
-/* The gradients of all rows. */
+/* The gradients of all rows. A row whose gradient is missing, at address 0, is left alone. */
 typedef struct { char *const *addresses; const int64_t *types; } Grads;
 
 /* The tensors that are updated with a gradient. */
@@ -111,10 +111,13 @@ static void measure_chunks(const Lengths *all, const Grads *grads, int64_t first
         chunk = chunk_after(all, chunk.row, c);
         int64_t row = chunk.row, soon = row + SOON;
         /* Where rows are short, the hardware's own prefetching starts too late. */
-        if (soon < n && all->numels[soon] <= SHORT)
+        if (soon < n && grads->addresses[soon] && all->numels[soon] <= SHORT)
             fetch(grads->addresses[soon], all->numels[soon] * size_of(grads->types[soon]));
         double *sums = partial + 3 * c;
-        measure_chunk(grads->addresses[row], grads->types[row], chunk, count_zeros, sums);
+        if (grads->addresses[row])
+            measure_chunk(grads->addresses[row], grads->types[row], chunk, count_zeros, sums);
+        else
+            memset(sums, 0, 3 * sizeof *sums);
         if (is_one_chunk(all, row))
             for (int k = 0; k < 3; k++) out[k * n + row] = sums[k];
     }
@@ -359,10 +362,11 @@ static void update_chunks(const Update *u, int64_t first, int64_t last, Scalars 
         chunk = chunk_after(all, chunk.row, c);
         int64_t index = chunk.row, soon = index + SOON;
         const Row *row = u->rows + index;
+        const char *grad = u->grads->addresses[index];
         if (soon < all->num_rows && all->numels[soon] <= SHORT) fetch_start(u->rows + soon, u->grads->addresses[soon]);
+        if (!grad) continue;
         scalars_of(row, u->rule, u->hyper, scalars);
         Kind kind = kind_of(u, index);
-        const char *grad = u->grads->addresses[index];
         int beyond = 0;
         if (u->skip) beyond = !kind.held && kind.model == F16 && chunk_rounds_beyond(row, chunk);
         else beyond = update_chunk(row, grad, kind, scalars, chunk, u->streamed);
@@ -399,7 +403,7 @@ void update(const Lengths *all, const Grads *grads, const Row *rows, int64_t rul
     }
     if (u.skip || rule == NOTHING) return;
     for (int64_t r = 0; r < n; r++)
-        if (!is_one_chunk(all, r) && rows[r].step) *rows[r].step += 1.0f;
+        if (grads->addresses[r] && !is_one_chunk(all, r) && rows[r].step) *rows[r].step += 1.0f;
 }
 
 /* ---- the other entry points, which use the above ---- */

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from operator import attrgetter
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,39 +13,58 @@ from torch import Tensor
 from megascale.kernels.tensors.forms import PLAIN_TYPES, UNREADABLE, Forms, Places, picked
 from megascale.utils.cached import cached
 
+T = TypeVar("T")
+
 _GRAD = attrgetter("grad")
 
 
-class TensorList(Sequence[Tensor]):
+class TensorList(Sequence[Any]):
     """Tensors of one step. Neither the list nor the tensors' memory changes while it is in use.
+
+    One may be missing: None in place of a gradient. Tables of kernels are made of the forms of all, so that one serves
+    whichever are missing: other tensors stand in for them.
 
     Args:
         tensors: a list is used as it is, not copied.
         forms: of the tensors, where they are known; None: they are read when needed.
         pointers: the tensors' addresses, likewise.
+        filled: the tensors, and those that stand in for missing ones; None: the first tensor stands in for all.
+
+    Attributes:
+        missing: indices of missing tensors.
     """
 
     def __init__(
-        self, tensors: Iterable[Tensor] = (), forms: Forms | None = None, pointers: list[int] | None = None
+        self,
+        tensors: Iterable[Tensor | None] = (),
+        forms: Forms | None = None,
+        pointers: NDArray[np.int64] | None = None,
+        filled: list[Tensor] | None = None,
     ) -> None:
-        self.tensors: list[Tensor] = tensors if isinstance(tensors, list) else list(tensors)
+        self.tensors: list[Any] = tensors if isinstance(tensors, list) else list(tensors)
+        self.missing = [index for index, tensor in enumerate(self.tensors) if tensor is None]
         self._parts: Sequence[TensorList] = ()
+        if filled is not None:
+            self.filled = filled
         if forms is not None:
             self.forms = forms
         if pointers is not None:
-            self.pointers = np.array(pointers, dtype=np.int64)
+            self.pointers = pointers
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> "TensorList":
-        """Return ``tensors`` itself where it is one, else a new one."""
-        return tensors if isinstance(tensors, TensorList) else cls(tensors)
+    def of(cls, tensors: Sequence[Tensor | None], likes: Sequence[Tensor] = ()) -> "TensorList":
+        """Return ``tensors`` itself where it is one, else a new one. ``likes`` stand in for missing ones."""
+        if isinstance(tensors, TensorList):
+            return tensors
+        pairs = zip(tensors, likes, strict=True) if likes else ()
+        return cls(tensors, filled=[like if one is None else one for one, like in pairs] if likes else None)
 
     @classmethod
     def joined(cls, parts: "Sequence[TensorList]") -> "TensorList":
         """Return one list of several. Its parts share what it reads."""
         if len(parts) == 1:
             return parts[0]
-        whole = cls([tensor for part in parts for tensor in part.tensors])
+        whole = cls(chain.from_iterable(parts), filled=[one for part in parts for one in part.filled])
         if parts:
             whole.forms = Forms.joined([part.forms for part in parts])
             whole.pointers = np.concatenate([part.pointers for part in parts])
@@ -53,44 +73,67 @@ class TensorList(Sequence[Tensor]):
 
     def pick(self, indices: Sequence[int]) -> "TensorList":
         """Return the tensors at ``indices``. What this list has read of them is not read again."""
-        tensors = picked(self.tensors, indices)
-        contiguous = self.forms.contiguous or all(map(Tensor.is_contiguous, tensors))
-        chosen = TensorList(tensors, self.forms.pick(indices, contiguous=contiguous))
-        chosen.pointers = self.pointers[list(indices)]
-        return chosen
+        filled = picked(self.filled, indices)
+        contiguous = self.forms.contiguous or all(map(Tensor.is_contiguous, filled))
+        forms = self.forms.pick(indices, contiguous=contiguous)
+        return TensorList(picked(self.tensors, indices), forms, self.pointers[list(indices)], filled)
 
     @property
     def parts(self) -> "Sequence[TensorList]":
         """The lists that this one joins, in order; itself if it is not joined."""
         return self._parts or (self,)
 
+    @property
+    def are_there(self) -> bool:
+        """Whether not all are missing."""
+        return len(self.missing) < len(self.tensors)
+
+    @cached
+    def there(self) -> list[int]:
+        """The indices of those that are not missing."""
+        return [index for index, tensor in enumerate(self.tensors) if tensor is not None]
+
+    def beside(self, column: Sequence[T]) -> Sequence[T]:
+        """Return those items of a column, of the same length, beside which a tensor is not missing."""
+        return picked(column, self.there) if self.missing else column
+
     def __len__(self) -> int:
         return len(self.tensors)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.tensors)
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
 
     @cached
+    def filled(self) -> list[Tensor]:
+        """The tensors, and what stands in for missing ones."""
+        if not self.missing:
+            return self.tensors
+        return [self.tensors[self.there[0]] if one is None else one for one in self.tensors]
+
+    @cached
     def forms(self) -> Forms:
-        """Shapes, strides, dtypes, devices and flags."""
-        return Forms(self.tensors)
+        """Shapes, strides, dtypes, devices and flags, also of what stands in for missing tensors."""
+        return Forms(self.filled)
 
     @cached
     def pointers(self) -> NDArray[np.int64]:
-        """Addresses, shape [len(self)]."""
-        return np.fromiter(map(Tensor.data_ptr, self.tensors), np.int64, len(self.tensors))
+        """Addresses, shape [len(self)], also of what stands in for missing tensors."""
+        return np.fromiter(map(Tensor.data_ptr, self.filled), np.int64, len(self.filled))
+
+    @cached
+    def addresses(self) -> NDArray[np.int64]:
+        """Addresses, shape [len(self)]: 0 of a missing tensor, 1 of an empty one, which is there all the same."""
+        addresses = np.maximum(self.pointers, 1)
+        addresses[self.missing] = 0
+        return addresses
 
     @cached
     def places(self) -> bytes:
-        """A key of the tensors' addresses and devices."""
-        return self.pointers.tobytes()
+        """A key of the addresses."""
+        return self.addresses.tobytes()
 
     @cached
     def signature(self) -> Hashable:
@@ -100,7 +143,7 @@ class TensorList(Sequence[Tensor]):
     def are_plain(self) -> bool:
         """Return whether kernels can read all: see :func:`megascale.kernels.tensor_fault`."""
         try:
-            return self.forms.are_plain and self.forms.are_within(Places.of(self.tensors))
+            return self.forms.are_plain and self.forms.are_within(Places.of(self.filled))
         except UNREADABLE:
             return False
 
@@ -140,7 +183,7 @@ class ListReader:
         if not (are_alike or forms.are_within(places)):
             self._places = None
             return None
-        return TensorList(tensors, forms, places.pointers)
+        return TensorList(tensors, forms, np.array(places.pointers, dtype=np.int64))
 
     def _usable(self, tensors: list[Any]) -> tuple[Forms, Places] | None:
         """Return the forms and places of plain tensors that kernels can read, as far as forms tell."""
@@ -163,21 +206,17 @@ class GradReader:
         self._reader = ListReader(partial(_are_grads_of, params))
 
     def read(self) -> TensorList | None:
-        """Return the gradients, if every parameter has one of its shape and device that kernels can read. Else None."""
-        return self._reader.read(list(map(_GRAD, self._params)))
+        """Return the gradients, if each that is there has its parameter's shape and device, and kernels can read it.
 
-    def read_some(self) -> tuple[list[int], TensorList] | None:
-        """Return the indices of parameters with a gradient, and these gradients, if kernels can read all. Else None.
-
-        A parameter stands in for its gradient where that is missing, so that the forms that are kept stay those of all.
+        Else None. A parameter stands in for its gradient where that is missing.
         """
-        grads = list(map(_GRAD, self._params))
-        indices = [index for index, grad in enumerate(grads) if grad is not None]
-        if not indices:
-            return indices, TensorList()
-        pairs = zip(grads, self._params, strict=True)
-        whole = self._reader.read([param.detach() if grad is None else grad for grad, param in pairs])
-        return None if whole is None else (indices, whole.pick(indices))
+        grads: list[Any] = list(map(_GRAD, self._params))
+        found = TensorList(grads)
+        if found.missing:
+            pairs = zip(grads, self._params, strict=True)
+            found.filled = [param.detach() if grad is None else grad for grad, param in pairs]
+        read = self._reader.read(found.filled)
+        return None if read is None else TensorList(grads, read.forms, read.pointers, read.tensors)
 
 
 def are_grads(forms: Forms) -> bool:

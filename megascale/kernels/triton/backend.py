@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -58,13 +59,13 @@ class _CachedColumns(NamedTuple):
         names: of the state that is updated.
         tensors: columns of main params, or remainders, of model params, and of the state.
         beside: step counts, if these are counted, scales and indices of first elements, by their columns of a row.
-        written: all tensors that an update writes, each once; model params last, as their versions are read next.
+        written: columns of all tensors that an update writes; model params last, as their versions are read next.
     """
 
     names: list[str]
     tensors: list[TensorList]
     beside: dict[int, TensorList | Numbers]
-    written: list[Tensor]
+    written: list[Sequence[Tensor]]
 
 
 class TritonBackend(TorchDecisions, TorchRemainders):
@@ -97,10 +98,10 @@ class TritonBackend(TorchDecisions, TorchRemainders):
     def _kernels(self) -> ModuleType:
         return _imported_kernels()  # not kept here, so that an optimizer can be copied: a module cannot
 
-    def measure(self, grads: Sequence[Tensor], count_zeros: bool) -> TensorStats:
+    def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`."""
-        device = self._check(grads[0].device)
         measured = TensorList.of(grads)
+        device = self._check(measured.filled[0].device)
         plan, addresses = self._plans.find([], grads=measured), self._addresses.find(measured)
         stats = torch.empty(len(grads), 3, dtype=stats_dtype(device), device=device)
         for table in plan.tables:
@@ -113,7 +114,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
                 {"GRAD_DTYPE": self._kernels.LANGUAGE_DTYPES[table.grad_dtype], "COUNT_ZEROS": count_zeros, **sizes},
             )
         if plan.rest:
-            theirs = self._reference.measure([grads[index] for index in plan.rest], count_zeros)
+            theirs = self._reference.measure(measured.pick(plan.rest), count_zeros)
             for column, values in enumerate(theirs):
                 if values is not None:
                     _scatter(stats[:, column], plan.rest, values)
@@ -262,7 +263,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         kept = self._kept.get(operands)
         if kept is None or kept.names != names or (device_table.STEP in kept.beside) != counts_steps:
             kept = self._kept[operands] = _keep(operands, names, counts_steps)
-        grads = TensorList.of(operands.grad)
+        grads = TensorList.of(operands.grad, operands.model)
         plan, addresses = self._plans.find(kept.tensors, kept.beside, grads), self._addresses.find(grads)
         flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
         numbers = (decision.found_inf, decision.coefficient, self._rate(hyper.lr, device), *scalars)
@@ -283,7 +284,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             theirs = self.on_decoded(rest, update, decision.found_inf) if held else update(rest)
             _scatter(flags, plan.rest, theirs)
         # Autograd must see the writes, as those of torch's own in-place operations.
-        torch.autograd.graph.increment_version(kept.written)
+        torch.autograd.graph.increment_version(chain.from_iterable(map(grads.beside, kept.written)))
         return flags.view(torch.bool)
 
     def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
@@ -386,8 +387,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
 
 def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _CachedColumns:
     mains = operands.remainder or operands.main
-    copied = [main for main, model in zip(mains, operands.model, strict=True) if main is not model]
-    states = [tensor for tensors in operands.state.values() for tensor in tensors]
+    are_copies = any(main is not model for main, model in zip(mains, operands.model, strict=True))
     beside: dict[int, TensorList | Numbers] = {device_table.STEP: TensorList.of(operands.step)} if counts_steps else {}
     if operands.has_codes:
         beside[device_table.START] = device_table.Numbers(operands.start or [0] * len(mains))
@@ -398,7 +398,7 @@ def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _CachedCo
         names,
         [TensorList.of(mains), TensorList.of(operands.model), *(TensorList.of(operands.state[name]) for name in names)],
         beside,
-        [*copied, *states, *operands.step, *operands.model],
+        [*([mains] if are_copies else []), *operands.state.values(), *filter(None, [operands.step]), operands.model],
     )
 
 

@@ -37,6 +37,13 @@ def locate(rows, chunk_rows, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @inlined
+def grad_of(grads, slot, length):
+    """Return the address of the row's gradient, and the length again: 0 where the gradient is missing, at address 0."""
+    grad = tl.load(grads + slot)
+    return grad, length * (grad != 0).to(tl.int32)
+
+
+@inlined
 def whole_vectors(row, length, WHOLE: tl.constexpr):
     """Return how many elements of the chunk, from its first one on, are aligned, in whole runs of WHOLE elements."""
     return length * tl.load(row + ALIGNED).to(tl.int32) // WHOLE * WHOLE

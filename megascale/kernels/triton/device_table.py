@@ -128,8 +128,7 @@ class PlanCache:
         Raises UsageError if the plan is not in the cache while a graph is captured: replays would copy from host memory
         that is freed. Raises ArgumentError for tensors on several devices.
         """
-        [first, *_] = columns if grads is None else (*columns, grads)
-        device = first[0].device
+        device = columns[0][0].device if grads is None else grads.filled[0].device
         capturing = is_capturing(device)
         key = (
             CHUNK,
@@ -173,7 +172,7 @@ def _make_plan(
     columns: Sequence[TensorList], beside: Mapping[int, TensorList | Numbers], grads: TensorList | None
 ) -> Plan:
     every = [*columns] if grads is None else [*columns, grads]
-    device, numels = every[0][0].device, every[0].forms.numels
+    device, numels = every[0].filled[0].device, every[0].forms.numels
     for column in (*every, *(one for one in beside.values() if isinstance(one, TensorList))):
         for other in column.forms.devices - {device}:
             raise ArgumentError(f"tensors of one kernel call are on {device} and on {other}; put them on one")
@@ -204,7 +203,7 @@ def _takes(columns: Sequence[TensorList], codes: NDArray[np.int64], *, has_main:
         takes &= np.isin(codes[:, 0], [_CODES[torch.float32], _CODES[REMAINDER_DTYPE]])
     if not all(column.forms.contiguous for column in columns):
         for index in np.flatnonzero(takes).tolist():
-            row = [column[index] for column in columns]
+            row = [column.filled[index] for column in columns]
             takes[index] = all(map(Tensor.is_contiguous, row)) or not (in_order[index] or flat(row) is None)
     return takes
 

@@ -1,4 +1,7 @@
-"""Addresses of gradients, on the device: a column that the kernels of a step share, beside their tables."""
+"""Addresses of gradients, on the device: a column that the kernels of a step share, beside their tables.
+
+A missing gradient has address 0, an empty one address 1.
+"""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -28,7 +31,7 @@ class GradAddresses:
 
         Raises UsageError if they are not there yet while a graph is captured.
         """
-        device = grads[0].device
+        device = grads.filled[0].device
         capturing = is_capturing(device)
         key = device, grads.places
         found = self._captured.get(key)
@@ -37,7 +40,7 @@ class GradAddresses:
         found = self._columns.get(key)
         if found is None:
             refuse_capture(device, capturing)
-            found = copied(grads.pointers, device)
+            found = copied(grads.addresses, device)
             self._keep(key, found)
             if len(grads.parts) > 1:  # the parts are updated one after the other
                 pieces = found.split([len(part) for part in grads.parts])

@@ -22,6 +22,7 @@ from megascale.kernels.triton.chunks import (
     arrive,
     chunk_at,
     chunk_of,
+    grad_of,
     locate,
     read,
     round_into_model,
@@ -148,7 +149,7 @@ def adam_kernel(
     step_size = (rate.to(tl.float64) / correction1).to(tl.float32)
     decay = (1 - rate * weight_decay).to(tl.float32)
     dither = first_dither(row, start, step, CODES)
-    grad = tl.load(grads + slot)
+    grad, length = grad_of(grads, slot, length)
     VECTOR: tl.constexpr = CODES_VECTOR if CODES else UPDATE_VECTOR
     WHOLE: tl.constexpr = GROUP if CODES else UPDATE_VECTOR
     whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR, WHOLE)
@@ -166,7 +167,7 @@ def adam_kernel(
             MAX_DTYPE, DECOUPLED, L2, MAXIMIZE, BLOCK // NARROWER, 1,
         )
     if arrive(row, counters + index, flags, overflow, CHUNK):
-        tl.store(count, step + (1 - skipped))
+        tl.store(count, step + (1 - skipped) * (grad != 0).to(tl.float32))
 
 
 @inlined
@@ -224,7 +225,7 @@ def sgd_kernel(
         step = tl.load(count)
         # torch's first momentum buffer is the gradient itself, not dampened.
         share = tl.where(step == 0, share, undampened)
-    grad = tl.load(grads + slot)
+    grad, length = grad_of(grads, slot, length)
     whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, UPDATE_VECTOR, UPDATE_VECTOR)
     overflow = tl.full((), 0, tl.int32)
     if whole > 0:
@@ -240,7 +241,7 @@ def sgd_kernel(
     last = arrive(row, counters + index, flags, overflow, CHUNK)
     if DAMPENED:
         if last:
-            tl.store(count, step + (1 - skipped))
+            tl.store(count, step + (1 - skipped) * (grad != 0).to(tl.float32))
 
 
 @inlined
@@ -285,7 +286,7 @@ def lion_kernel(
     scale = tl.load(coefficient)
     rate = tl.load(lr)
     decay = (1 - rate * weight_decay).to(tl.float32)
-    grad = tl.load(grads + slot)
+    grad, length = grad_of(grads, slot, length)
     whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, UPDATE_VECTOR, UPDATE_VECTOR)
     overflow = tl.full((), 0, tl.int32)
     if whole > 0:

@@ -12,6 +12,7 @@ from megascale.kernels.triton import device_table
 from megascale.kernels.triton.chunks import (
     NARROWER,
     chunk_at,
+    grad_of,
     locate,
     read,
     whole_vectors_beside,
@@ -117,7 +118,7 @@ def measure_kernel(
     the order of the chunks. ``partials``: fp64, shape [chunks, 4], of rows of more than one chunk.
     """
     index, slot, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
-    grad = tl.load(grads + slot)
+    grad, length = grad_of(grads, slot, length)
     squares, non_finite, zeros = _measure_chunk(row, grad, start, length, GRAD_DTYPE, COUNT_ZEROS, BLOCK)
     out = stats + tl.load(row + SLOT) * 3
     chunks = tl.maximum((tl.load(row + NUMEL) + (CHUNK - 1)) // CHUNK, 1).to(tl.int32)

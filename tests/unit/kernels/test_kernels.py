@@ -265,6 +265,90 @@ def test_overflow_flags_where_rounding_is_not_finite(name: str) -> None:
     assert _backend(name).write_back_([mains[1]], [torch.empty(1).half()]).tolist() == [True]
 
 
+RULES = {
+    "adamw": kernels.AdamHyper(1e-2, 0.9, 0.99, 1e-8, 0.1, True, False, False),
+    "codes": kernels.AdamHyper(1e-2, 0.9, 0.99, 1e-8, 0.1, True, False, False),
+    "sgd": kernels.SgdHyper(1e-2, 0.9, 0.3, 0.1, False, False),
+    "lion": kernels.LionHyper(1e-2, 0.9, 0.99, 0.1, False),
+}
+GRADS = {40: torch.float32, 3: torch.float16, 0: torch.float16, 70: torch.bfloat16, 33: torch.float16}
+"""A gradient's dtype, by its number of elements."""
+
+
+def _rows(rule: str, held: bool) -> kernels.Operands:
+    """Return fp16 model params, of which the second and the last do not fit, with fp32 main params or remainders."""
+    generator = torch.Generator().manual_seed(0)
+    models = [torch.randn(numel, generator=generator).half() for numel in GRADS]
+    mains = [model.float() for model in models]
+    for index in (1, 4):
+        models[index][0], mains[index][0] = math.inf, 1e6
+    moments = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8} if rule == "codes" else {"exp_avg": torch.float32}
+    if rule == "adamw":
+        moments["exp_avg_sq"] = torch.float32
+    if rule == "sgd":
+        moments = {"momentum_buffer": torch.bfloat16}
+    state = {name: [torch.zeros(numel, dtype=dtype) for numel in GRADS] for name, dtype in moments.items()}
+    if rule == "codes":
+        state |= {f"{name}_scale": [torch.zeros(-(-numel // 32)) for numel in GRADS] for name in moments}
+    return kernels.Operands(
+        models,
+        mains,
+        [torch.randn(numel, generator=generator).to(dtype) for numel, dtype in GRADS.items()],
+        state,
+        [] if rule == "lion" else [torch.tensor(2.0) for _ in GRADS],
+        remainder=[torch.full_like(model, -32768, dtype=torch.int16) for model in models] if held else [],
+    )
+
+
+def _columns(operands: kernels.Operands) -> list[list[Tensor]]:
+    mains = operands.remainder or operands.main
+    return [operands.model, mains, *operands.state.values(), *filter(None, [operands.step])]
+
+
+@pytest.mark.parametrize("missing", [[1], [0, 2, 4], [3]], ids=str)
+@pytest.mark.parametrize("odd", [False, True], ids=["dense", "strided"])
+@pytest.mark.parametrize("held", [False, True], ids=["main params", "remainders"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["reference", *LATER])
+def test_a_missing_gradient_leaves_its_row_alone(
+    name: str, rule: str, held: bool, odd: bool, missing: list[int]
+) -> None:
+    """Nothing of the row is written, not even its count or a version of its weight, and it sets no flag, in a landed
+    step and in a skipped one. The others have the bits of a call without it. An empty gradient is there: it is counted.
+    Also where plain tensor code updates what is not dense.
+    """
+    backend, hyper = _backend(name), RULES[rule]
+    if held and not backend.fuses_remainders:
+        pytest.skip("its callers decode remainders")
+    some, alone = _rows(rule, held), _rows(rule, held)
+    if odd:
+        for operands in (some, alone):
+            operands.grad = [torch.stack([grad, grad], 1)[:, 0] for grad in operands.grad]
+    there = [index for index in range(len(GRADS)) if index not in missing]
+    some.grad = [None if index in missing else grad for index, grad in enumerate(some.grad)]
+    alone = alone.pick(there)
+    before = [[tensor.clone() for tensor in column] for column in _columns(some)]
+    versions = [model._version for model in some.model]
+    step = {kernels.AdamHyper: "adam_", kernels.SgdHyper: "sgd_", kernels.LionHyper: "lion_"}[type(hyper)]
+    for found_inf in (1.0, 0.0):
+        scalars = Decision(*torch.tensor([found_inf, 0.5, 1.0, 0.0]).unbind())
+        flags, of_others = (getattr(backend, step)(operands, hyper, scalars) for operands in (some, alone))
+        assert flags[missing].tolist() == [False] * len(missing)
+        assert bits_equal(flags[there], of_others)
+    for column, old, others in zip(_columns(some), before, _columns(alone), strict=True):
+        assert all(bits_equal(column[index], old[index]) for index in missing)
+        assert all(bits_equal(column[index], other) for index, other in zip(there, others, strict=True))
+    assert [some.model[index]._version for index in missing] == [versions[index] for index in missing]
+    assert all(some.model[index]._version > versions[index] for index in there if some.model[index].numel())
+    assert not some.step or [float(count) for count in some.step] == [2.0 + (index in there) for index in range(5)]
+    measured, measured_alone = (backend.measure(operands.grad, count_zeros=True) for operands in (some, alone))
+    for of_all, of_some in zip(measured, measured_alone, strict=True):
+        assert of_all is not None
+        assert of_some is not None
+        assert not of_all[missing].any()
+        assert bits_equal(of_all[there], of_some)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_update_never_writes_gradients(name: str) -> None:
     """Gradients stay as backward left them: scaled, for diagnosis and accumulation."""

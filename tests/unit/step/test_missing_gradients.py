@@ -12,7 +12,7 @@ from torch import Tensor
 from megascale import MixedPrecisionOptimizer
 from megascale.errors import MegascaleError
 from megascale.kernels import Operands
-from megascale.main_params.update_unit import MOST_PARTS, UpdateUnit
+from megascale.main_params.update_unit import UpdateUnit
 from tests.cells import CELLS, Cell, integers
 from tests.pool import RankPool
 
@@ -87,11 +87,11 @@ def _count(call: Callable[[Any], object], argument: object) -> int:
 
 @pytest.mark.default("float32-fsdp2-compact")
 @pytest.mark.parametrize("cell", WITHOUT_MAIN_GRADS, ids=str)
-def test_what_is_kept_for_missing_gradients_is_bounded(cell: Cell, ranks: RankPool) -> None:
-    """Plans are kept for the newest sets alone, and go with the parameters' unit, as when a group is added."""
+def test_nothing_is_kept_for_missing_gradients(cell: Cell, ranks: RankPool) -> None:
+    """One table serves whichever are missing. It goes with the parameters' unit, as when a group is added."""
     for units, operands, after_adding in ranks.run(cell.world_size, _kept, cell):
-        assert units <= MOST_PARTS + 1
-        assert operands <= 2 * (MOST_PARTS + 1)  # fp32 parameters beside those held as remainders
+        assert units == 1
+        assert operands <= 2  # fp32 parameters beside those held as remainders
         assert after_adding == 2
 
 
