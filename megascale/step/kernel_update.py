@@ -41,12 +41,12 @@ class _UnitOperands(NamedTuple):
         state: that they were made of.
         prepared: without gradients.
         left_out: indices of the unit's parameters that are in none of them, as they had neither a gradient nor whole
-            state: none is created before the first gradient, and nobody complains of it.
+            state.
     """
 
     state: StateColumns
     prepared: list[Prepared]
-    left_out: list[int]
+    left_out: set[int]
 
     def serve(self, grads: TensorList, names: list[str]) -> bool:
         """Return whether they are those of the present state ``names``, and of all parameters that have a gradient."""
@@ -131,8 +131,6 @@ class KernelUpdate(InnerUpdate):
         if len(entries) != len(self._entries) or not all(map(is_, entries.values(), self._entries)):
             self._entries = list(entries.values())
             self._prepared.clear()
-        if not self.fuses_remainders:
-            self._make_scratch(updates)
         hypers = []
         for pending, known in zip(updates, cached, strict=True):
             if known is None:
@@ -228,65 +226,56 @@ class KernelUpdate(InnerUpdate):
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
         return self.rule.hyper(options, rate(options), type(self.optimizer))
 
-    def _make_scratch(self, updates: Sequence[PendingUpdate]) -> None:
-        """Make memory that remainders can be decoded into; cached operands lie in the memory before, if any."""
-        needed: dict[torch.device, int] = {}
-        for pending in updates:
-            if pending.unit in self._prepared:
-                continue
-            held = [param for param in pending.unit.params if param.remainder is not None]
-            for device, params in _by_device(held).items():
-                chosen = [held[index] for index in params]
-                most = max(scratch_numel([chosen[i] for i in indices]) for indices in decoded_together(chosen))
-                needed[device] = max(most, needed.get(device, 0))
-        for device, numel in needed.items():
-            if device not in self._scratch or len(self._scratch[device]) < numel:
-                self._scratch[device] = torch.empty(numel, dtype=torch.float32, device=device)
-                self._prepared.clear()
-
     def _operands(self, updates: Sequence[PendingUpdate], names: Sequence[list[str]]) -> list[list[Prepared]]:
-        """Return the operands of each unit: those of an earlier step, while they serve.
+        """Return the operands of each unit: those of an earlier step, while all of them serve; else new ones.
 
-        Where those of one unit do not, the state of all units is looked at, as they may share some. Raises UsageError,
-        before anything has changed, for state that shares memory or does not fit.
+        Raises UsageError, before any value has changed, for state that does not fit or shares memory.
         """
-        serving = [self._serving(pending, needed) for pending, needed in zip(updates, names, strict=True)]
-        if all(one is not None for one in serving):
-            return [one.prepared for one in serving if one is not None]
-        params = [
-            {
-                index: param
+        kept = [self._prepared.get(pending.unit) for pending in updates]
+        every = zip(kept, updates, names, strict=True)
+        if all(one is not None and one.serve(pending.grads, needed) for one, pending, needed in every):
+            return [one.prepared for one in kept if one is not None]
+        # State is not created, nor complained of, before the first gradient: such parameters are left out until then.
+        chosen = [
+            [
+                (index, param)
                 for index, (param, grad) in enumerate(zip(pending.unit.params, pending.grads, strict=True))
                 if grad is not None or self._state.is_whole(param, needed)
-            }
+            ]
             for pending, needed in zip(updates, names, strict=True)
         ]
-        units = [(list(chosen.values()), needed) for chosen, needed in zip(params, names, strict=True)]
+        units = [([param for _, param in pairs], needed) for pairs, needed in zip(chosen, names, strict=True)]
         grads = [
-            [param.part if (grad := pending.grads[index]) is None else grad for index, param in chosen.items()]
-            for pending, chosen in zip(updates, params, strict=True)
+            [param.part if (grad := pending.grads[index]) is None else grad for index, param in pairs]
+            for pending, pairs in zip(updates, chosen, strict=True)
         ]
         # State must not reach into what this step does not update either: main params of these and of earlier steps.
-        busy = {id(param) for chosen, _ in units for param in chosen}
-        every = dict.fromkeys([*self._prepared, *(pending.unit for pending in updates)])
-        idle = [param for unit in every for param in unit.params if id(param) not in busy]
-        self._state.require_apart(units, grads, idle)
-        for one, (chosen, needed) in zip(serving, units, strict=True):
-            if one is None:
-                self._state.complete(chosen, needed, self.rule.optional_state)
+        busy = {id(param) for params, _ in units for param in params}
+        known = dict.fromkeys([*self._prepared, *(pending.unit for pending in updates)])
+        self._state.require_apart(
+            units, grads, [param for unit in known for param in unit.params if id(param) not in busy]
+        )
+        for params, needed in units:
+            self._state.complete(params, needed, self.rule.optional_state)
         self._state.separate(units)
-        for pending, (chosen, needed), places in zip(updates, units, params, strict=True):
-            if self._serving(pending, needed) is None:
-                state = self._state.columns(chosen, needed)
-                prepared = _prepare(list(places.items()), state.by_name, self._scratch, fuses=self.fuses_remainders)
-                left_out = [index for index in range(len(pending.grads)) if index not in places]
-                self._prepared[pending.unit] = _UnitOperands(state, prepared, left_out)
-        return [self._prepared[pending.unit].prepared for pending in updates]
+        for params, _ in [] if self.fuses_remainders else units:
+            self._make_scratch([param for param in params if param.remainder is not None])
+        found = []
+        for pending, pairs, (params, needed) in zip(updates, chosen, units, strict=True):
+            state = self._state.columns(params, needed)
+            found.append(_prepare(pairs, state.by_name, self._scratch, fuses=self.fuses_remainders))
+            left_out = set(range(len(pending.grads))) - {index for index, _ in pairs}
+            self._prepared[pending.unit] = _UnitOperands(state, found[-1], left_out)
+        return found
 
-    def _serving(self, pending: PendingUpdate, names: list[str]) -> _UnitOperands | None:
-        """Return a unit's operands if there are any, and they serve."""
-        found = self._prepared.get(pending.unit)
-        return found if found is not None and found.serve(pending.grads, names) else None
+    def _make_scratch(self, held: Sequence[MainParam]) -> None:
+        """Make memory that remainders can be decoded into; cached operands lie in the memory before, if any."""
+        for device, indices in _by_device(held).items():
+            params = [held[index] for index in indices]
+            most = max(scratch_numel([params[at] for at in together]) for together in decoded_together(params))
+            if device not in self._scratch or len(self._scratch[device]) < most:
+                self._scratch[device] = torch.empty(most, dtype=torch.float32, device=device)
+                self._prepared.clear()
 
     def run(self, prepared: Prepared, hyper: Any, decision: Decision) -> Tensor:
         """Call the kernel and return its overflow flags, one per parameter."""
