@@ -139,10 +139,11 @@ def _changing(device: FakeDevice) -> list[Record]:
 
 
 def test_a_set_of_gradients_that_changes(on_device: OnDevice) -> None:
-    """Weights of the statistics travel anew where other parameters have gradients: nobody waits."""
+    """Of what is missing the addresses travel, once for both passes, and nothing else: one copy, and nobody waits."""
     records = on_device(_changing)
     assert [seen.syncs() for seen in records] == [[]] * 4
     assert [seen.launches() for seen in records] == [[*EACH_STEP, "adam_kernel"]] * 4
+    assert [len(seen.of("copy")) for seen in records[2:]] == [2, 2]
 
 
 def _beside_the_current_device(device: FakeDevice) -> list[Record]:
