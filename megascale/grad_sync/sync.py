@@ -414,7 +414,7 @@ class GradSync:
                 "backward passes of a step but the last, and overlap=False (DistributedOptimizer: "
                 "overlap_grad_reduce=False) with reentrant activation checkpointing"
             )
-        self._accumulate(name, param, bucket)
+        self._accumulate(name, param, bucket, in_backward=True)
         # In the order of buckets, not of arrival: collectives must be called in one order on all ranks.
         if self._overlap and self._next_is_complete():
             with self._starting:
@@ -426,13 +426,20 @@ class GradSync:
         """Whether all gradients of the next bucket to start have arrived."""
         return self._next < len(self.buckets) and not self.buckets[self._next].waiting
 
-    def _accumulate(self, name: str, param: nn.Parameter, bucket: SyncedBucket) -> None:
-        """Add ``param.grad`` to its main grad, and drop it: what this rank contributes to the reduced gradient."""
-        if param.grad is not None:
-            if param.grad.layout != torch.strided:
-                raise sparse_gradient(name, param.grad.layout)
+    def _accumulate(self, name: str, param: nn.Parameter, bucket: SyncedBucket, *, in_backward: bool = False) -> None:
+        """Add ``param.grad`` to its main grad, and drop it: what this rank contributes to the reduced gradient.
+
+        ``in_backward``: autograd has just made it, so that it has its memory and is of a kind that kernels read.
+        """
+        grad = param.grad
+        if grad is not None:
+            if grad.layout != torch.strided:
+                raise sparse_gradient(name, grad.layout)
             main_grad = bucket.memory.views[name]
-            wrong = memory_error(repr(name), param.grad, main_grad)
+            wrong = None
+            is_alike = type(grad) is Tensor and grad.shape == main_grad.shape and grad.device == main_grad.device
+            if not (in_backward and is_alike):  # the whole check takes longer than all else here
+                wrong = memory_error(repr(name), grad, main_grad)
             if wrong is not None:
                 # Not raised in backward: other ranks wait for this bucket. finish() raises it.
                 self._error = self._error or wrong
@@ -442,10 +449,10 @@ class GradSync:
                     bucket.memory.order.write(name)
                 # The first gradient of a step overwrites: zero_() clears no memory, which saves a pass over it.
                 if name in bucket.fresh:
-                    main_grad.copy_(param.grad)
+                    main_grad.copy_(grad)
                     bucket.fresh.discard(name)
                 else:
-                    main_grad.add_(param.grad)
+                    main_grad.add_(grad)
             self.has_taken = True
             # So that a gradient that is there in finish() is one that the caller has put there.
             param.grad = None
