@@ -95,7 +95,11 @@ class TensorList(Sequence[Any]):
 
     def beside(self, column: Sequence[T]) -> Sequence[T]:
         """Return those items of a column, of the same length, beside which a tensor is not missing."""
-        return picked(column, self.there) if self.missing else column
+        return (
+            [item for item, tensor in zip(column, self.tensors, strict=True) if tensor is not None]
+            if self.missing
+            else column
+        )
 
     def __len__(self) -> int:
         return len(self.tensors)
