@@ -1,7 +1,6 @@
 """What a program writes into ``state_dict()["state"]`` and ``["param_groups"]``, saved or not, is what is loaded."""
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -12,24 +11,15 @@ from torch import Tensor
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import StateDictError
 from megascale.state.torch_layout import StateDict
-from tests.cells import CELLS, Cell, integers
-from tests.fsdp2_cases import whole
-from tests.pool import RankPool
+from tests.checkpoint_cases import reloaded
 from tests.training import INNER, model, set_grads, wrap
 
 RATE = 2.0**-5
 
 
-def _reloaded(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 ROADS: dict[str, Callable[[Any], Any]] = {
     "itself": lambda state: state,
-    "a file": _reloaded,
+    "a file": reloaded,
     "a deep copy": copy.deepcopy,
     "a copy": lambda state: state.copy(),
     "copy.copy": copy.copy,
@@ -79,24 +69,6 @@ def test_what_was_written_is_loaded_by_every_road(road: str) -> None:
     assert found["grad_scaler"]["scale"].item() == 8.0
 
 
-@pytest.mark.parametrize("key", ["state", "param_groups"])
-def test_what_was_assigned_is_loaded(key: str) -> None:
-    """A list or dict of the program's own in the place of the one that was there."""
-    optimizer = _trained()
-    state = optimizer.state_dict()
-    new: Any = copy.deepcopy(state[key])
-    if key == "state":
-        new[0]["exp_avg"].fill_(2.0)
-    else:
-        new[0]["lr"] = RATE
-    state[key] = new
-    resumed = _trained()
-    resumed.load_state_dict(state)
-    found = resumed.state_dict()["optimizer"]
-    assert found["state"]["first.weight"]["exp_avg"].eq(2.0).all() == (key == "state")
-    assert (found["param_groups"][0]["lr"] == RATE) == (key == "param_groups")
-
-
 def test_a_read_changes_nothing() -> None:
     """Layout and keys are ours after torch's was looked at, also for a rate that is not a number."""
     optimizer = _trained()
@@ -138,28 +110,14 @@ def test_both_layouts_written_to_are_an_error(ours: str, torchs: str) -> None:
         dict(state)
 
 
-@pytest.mark.parametrize("torchs", TORCHS)
-def test_each_write_to_torchs_layout_is_seen(torchs: str) -> None:
-    """Also one that puts an equal number of another type, and one into a tensor that both layouts have is of both."""
-    optimizer = _trained()
-    with torch.inference_mode():
-        state = optimizer.state_dict()
-        layout = {key: state[key] for key in ("state", "param_groups")}
-        layout["state"][0]["exp_avg"].zero_()
-        state["optimizer"]["state"]["first.weight"]["exp_avg_sq"].zero_()
-        assert "optimizer" in dict(state)
-        TORCHS[torchs](layout)
-        assert list(state) == ["state", "param_groups"]
-
-
 def test_a_file_has_both_names_for_one_thing() -> None:
     """After a load of the file ``["param_groups"]`` was a KeyError; now what is written there is loaded, or refused."""
     optimizer = _trained()
-    loaded = _reloaded(optimizer.state_dict())
+    loaded = reloaded(optimizer.state_dict())
     for group in loaded["param_groups"]:
         group["lr"] = RATE
     loaded["state"]["first.weight"]["exp_avg"].fill_(2.0)
-    for given in (loaded, copy.deepcopy(loaded), _reloaded(loaded)):
+    for given in (loaded, copy.deepcopy(loaded), reloaded(loaded)):
         resumed = _trained()
         resumed.load_state_dict(given)
         assert resumed.param_groups[0]["lr"] == RATE
@@ -176,19 +134,6 @@ def test_a_file_has_both_names_for_one_thing() -> None:
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["as it is", "from a file"])
-def test_torchs_own_optimizer_loads_it(saved: bool) -> None:
-    """By position, or, from a file, by names, which torch takes as well; it was KeyError: 'param_groups'."""
-    optimizer = _trained()
-    state = optimizer.state_dict()
-    module = model(torch.float32)
-    plain = torch.optim.AdamW(module.named_parameters(), lr=0.5, foreach=True)
-    plain.load_state_dict(_reloaded(state) if saved else state)
-    assert plain.param_groups[0]["lr"] == 1e-2
-    moments = plain.state[next(module.parameters())]["exp_avg"]
-    assert torch.equal(moments, state["optimizer"]["state"]["first.weight"]["exp_avg"])
-
-
-@pytest.mark.parametrize("saved", [False, True], ids=["as it is", "from a file"])
 def test_torchs_own_optimizer_gets_no_codes(saved: bool) -> None:
     """It would take them for moments. One call decodes them, and leaves a torch optimizer that steps by itself."""
     module = model(torch.bfloat16)
@@ -196,7 +141,7 @@ def test_torchs_own_optimizer_gets_no_codes(saved: bool) -> None:
     optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()), codes)
     set_grads(module, 0)
     optimizer.step()
-    state = _reloaded(optimizer.state_dict()) if saved else optimizer.state_dict()
+    state = reloaded(optimizer.state_dict()) if saved else optimizer.state_dict()
     plain = model(torch.float32)
     adamw = torch.optim.AdamW(plain.named_parameters())
     with pytest.raises(KeyError, match="state"):
@@ -211,46 +156,3 @@ def test_torchs_own_optimizer_gets_no_codes(saved: bool) -> None:
     set_grads(plain, 1)
     adamw.step()
     assert all(entries["step"] == 2 for entries in adamw.state.values())
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_edits_in_every_cell(cell: Cell, ranks: RankPool) -> None:
-    """A rate and a first moment written into torch's layout on all ranks alike."""
-    for rate, is_moved in ranks.run(cell.world_size, _edited, cell):
-        assert rate == RATE
-        assert is_moved
-
-
-def _edited(cell: Cell) -> tuple[float, bool]:
-    module = cell.model()
-    optimizer = cell.optimizer(module)
-    cell.backward(optimizer, module, integers(cell.shapes, 1))
-    optimizer.step()
-    state = optimizer.state_dict()
-    state["param_groups"][0]["lr"] = RATE
-    before = whole(state["state"][0]["exp_avg"])
-    assert before.any()
-    state["state"][0]["exp_avg"] = torch.zeros_like(state["state"][0]["exp_avg"])
-    optimizer.load_state_dict(state)
-    after = optimizer.state_dict()["optimizer"]["state"]["weights.0"]["exp_avg"]
-    return optimizer.param_groups[0]["lr"], not whole(after).any()
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_popped_entries_are_copies(cell: Cell, ranks: RankPool) -> None:
-    """`optimizer.state.pop(p)` returned a view of what it had just dropped: the moments were gone."""
-    for names, is_copy, left in ranks.run(cell.world_size, _popped, cell):
-        assert {"exp_avg", "exp_avg_sq", "step", "num_states"} <= names
-        assert is_copy
-        assert "exp_avg" not in left
-
-
-def _popped(cell: Cell) -> tuple[set[str], bool, set[str]]:
-    module = cell.model()
-    optimizer = cell.optimizer(module)
-    # The first that this rank has state of: where whole parameters are sharded, others own some.
-    param = next(param for param in optimizer.param_groups[0]["params"] if "exp_avg" in optimizer.state[param])
-    live = dict(optimizer.state[param])
-    entries = optimizer.state.pop(param)
-    is_copy = all(entries[name] is not live[name] for name in entries if isinstance(entries[name], Tensor))
-    return set(entries), is_copy, set(optimizer.state[param])

@@ -1,26 +1,28 @@
 """Options of param groups in a state dict: what it makes of numbers of numpy, dtypes, named tuples; what it refuses."""
 
 import enum
-import io
 from collections import namedtuple
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, MultiStepLR
 
 import megascale.checkpoint
 from megascale.errors import StateDictError
-from megascale.schedules import LandedLRScheduler
-from tests.cells import CELLS, FP32_STATE, Cell, integers
-from tests.fsdp2_cases import whole
+from tests.cells import Cell, integers
+from tests.checkpoint_cases import reloaded
 from tests.pool import RankPool
 from tests.training import INNER, model, set_grads, wrap
 
+LAYOUTS = [
+    Cell(torch.bfloat16, "replicated"),
+    Cell(torch.bfloat16, "zero1"),
+    Cell(torch.float16, "fsdp2", "compact"),
+    Cell(torch.float32, "fsdp2"),
+]
+"""Options know neither the parameters' dtype nor the form of state."""
 Pair = namedtuple("Pair", "first second")
 
 
@@ -60,16 +62,9 @@ def _kinds(value: Any) -> Any:
     return type(value).__name__, items
 
 
-def _reloaded(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.default("bfloat16-replicated-fp32")
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_numbers_of_numpy_and_the_like_in_every_cell(cell: Cell, ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cell", LAYOUTS, ids=str)
+def test_numbers_of_numpy_and_the_like_in_every_layout(cell: Cell, ranks: RankPool, tmp_path: Path) -> None:
     """Saved in every way they are Python's own numbers and words. numpy's were a file that `weights_only` refused, or
     an error at the first save; dtypes, devices and named tuples were errors.
     """
@@ -87,7 +82,7 @@ def _life(cell: Cell, folder: str) -> dict[str, Any]:
     cell.backward(optimizer, module, integers(cell.shapes, 1))
     optimizer.step()
     state = optimizer.state_dict()
-    saved = {"state_dict": state, "copy=False": optimizer.state_dict(copy=False), "file": _reloaded(state)}
+    saved = {"state_dict": state, "copy=False": optimizer.state_dict(copy=False), "file": reloaded(state)}
     megascale.checkpoint.save(folder, 0, module, optimizer, user_state={name: OPTIONS[name][0] for name in OPTIONS})
     found = {way: _kinds(_chosen(one["optimizer"]["param_groups"][0])) for way, one in saved.items()}
     found["torch's layout"] = _kinds(_chosen(state["param_groups"][0]))
@@ -109,28 +104,6 @@ def _chosen(group: dict[str, Any]) -> dict[str, Any]:
     return {name: group[name] for name in OPTIONS}
 
 
-@pytest.mark.parametrize("kind", ["lambda", "multiplicative", "milestones"])
-def test_state_of_a_schedule_with_numbers_of_numpy(kind: str, tmp_path: Path) -> None:
-    """It is numbers of Python's own, before the first step too."""
-    module = model()
-    optimizer = wrap(module, INNER["adamw_foreach"])
-    schedule = LandedLRScheduler(
-        {
-            "lambda": lambda: LambdaLR(optimizer, lambda epoch: np.interp(epoch, [0, 10], [1.0, 0.1])),
-            "multiplicative": lambda: MultiplicativeLR(optimizer, lambda _: np.float64(0.5)),
-            "milestones": lambda: MultiStepLR(optimizer, np.array([1, 2]), np.float64(0.5)),
-        }[kind]()
-    )
-    for seed in range(3):
-        state = schedule.state_dict()
-        assert _reloaded(state) == state
-        megascale.checkpoint.save(tmp_path, seed, module, optimizer, user_state=state)
-        schedule.load_state_dict(_reloaded(state))
-        assert all(type(rate) is float for rate in schedule.known_lr())
-        set_grads(module, seed)
-        schedule.step(optimizer.step().success)
-
-
 @pytest.mark.parametrize(
     "value",
     [lambda: 1, np.ones(2), {1, 2}, 1j, torch.strided, object()],
@@ -150,8 +123,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(value: Any) -> No
     assert optimizer.step().success
 
 
-@pytest.mark.default("bfloat16-zero1-fp32", "float16-fsdp2-compact", "float32-fsdp2-fp32", "float16-fsdp2-fp32")
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.world_size > 1], ids=str)
+@pytest.mark.parametrize("cell", [cell for cell in LAYOUTS if cell.world_size > 1], ids=str)
 def test_every_rank_refuses_what_one_cannot_save(cell: Cell, ranks: RankPool) -> None:
     """Cells of one rank have no other."""
     messages = ranks.run(cell.world_size, _refused, cell)
@@ -167,57 +139,3 @@ def _refused(cell: Cell) -> str:
     with pytest.raises(Exception, match="extra") as caught:
         optimizer.step()
     return str(caught.value)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@pytest.mark.default(
-    "bfloat16-replicated-compact", "float32-fsdp2-fp32", "float16-zero1-compact", "float32-replicated-fp32"
-)
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_a_rate_keeps_its_bits_under_another_default_dtype(cell: Cell, ranks: RankPool) -> None:
-    """Loaded into a tensor of fp64, as a schedule leaves it, it was rounded to bf16 on the way: 0.2 % off."""
-    for rate, count in ranks.run(cell.world_size, _loaded_under_bf16, cell):
-        assert rate == 0.0123
-        assert count == 4097.0
-
-
-def _loaded_under_bf16(cell: Cell) -> tuple[float, float]:
-    module = cell.model()
-    optimizer = cell.optimizer(module)
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.5, dtype=torch.float64)
-    state = optimizer.state_dict()
-    state["optimizer"]["param_groups"][0]["lr"] = 0.0123
-    for entries in state["optimizer"]["state"].values():
-        entries["step"] = 4097.0
-    with _default_dtype(torch.bfloat16):
-        optimizer.load_state_dict(state)
-        cell.backward(optimizer, module, integers(cell.shapes, 1))
-    [rate, *_] = [group["lr"] for group in optimizer.param_groups]
-    loaded = optimizer.state_dict()["optimizer"]["state"]
-    return rate.item(), float(whole(loaded["weights.0"]["step"]))
-
-
-@pytest.mark.parametrize("kind", ["adamw_fused", "sgd_dampening", "adam_amsgrad"])
-@pytest.mark.parametrize("cell", [cell for cell in FP32_STATE if cell.layout == "replicated"], ids=str)
-def test_counts_given_as_numbers_keep_their_value(cell: Cell, kind: str) -> None:
-    """A step of 4097, as other systems save it, was 4096 in bf16. Ranks' layouts are in the test before."""
-    module = model(cell.dtype)
-    optimizer = wrap(module, INNER[kind])
-    set_grads(module, 0)
-    optimizer.step()
-    state = optimizer.state_dict()
-    for entries in state["optimizer"]["state"].values():
-        entries |= {"step": 4097.0} if "step" in entries else {}
-    with _default_dtype(torch.bfloat16):
-        optimizer.load_state_dict(state)
-    loaded = optimizer.state_dict()["optimizer"]["state"].values()
-    assert {float(entries["step"]) for entries in loaded if "step" in entries} <= {4097.0}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
+from megascale import MixedPrecisionOptimizer
 from megascale.errors import UsageError
 from megascale.state.torch_layout import ADDED
 from tests.training import Sign, Tiny, bits_equal, model, same_bits, set_grads, snapshot, wrap
@@ -51,19 +51,6 @@ def test_entries() -> None:
     assert ({"more": 1} | entries).keys() == entries.keys() | {"more"}
     assert type(entries.copy()) is dict
     assert "'num_states': tensor(3)" in repr(entries)
-
-
-def test_what_is_not_there_is_none() -> None:
-    """Without a scaler there are no trackers, and an fp32 parameter is its own main param."""
-    module = model(torch.float32)
-    optimizer = wrap(module, scale=None)
-    entries = optimizer.state[module.first.weight]
-    assert [name for name, value in entries.items() if value is None] == [
-        "main_param",
-        "grad_scaler_scale",
-        "grad_scaler_growth_tracker",
-        "grad_scaler_hysteresis_tracker",
-    ]
 
 
 def test_parameters() -> None:
@@ -202,18 +189,6 @@ def test_the_whole_state_is_assigned() -> None:
     assert inner.state is mine
     optimizer.state = view  # as torch's swap_in_optimizer_params_and_state() puts it back
     assert inner.state is held
-
-
-def test_a_chain_takes_no_new_keys() -> None:
-    """Nobody could say which of its optimizers they belong to."""
-    module, scaler = model(), DynamicGradScaler(2.0**8)
-    named = list(module.named_parameters())
-    parts = [torch.optim.AdamW(part) for part in (named[:3], named[3:])]
-    chain = ChainedOptimizer([MixedPrecisionOptimizer(p, None, scaler, grads_are_scaled=True) for p in parts])
-    with pytest.raises(UsageError, match=r"write it into one of \.optimizers"):
-        chain.state["global"] = 1
-    chain.state[module.head.weight]["exp_avg"] = moved = torch.ones(1, 4)
-    assert parts[1].state[module.head.weight]["exp_avg"] is moved
 
 
 def test_entries_that_are_kept_do_not_keep_the_wrapper() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from megascale import ChainedOptimizer, ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.errors import StateDictError
 from megascale.state.torch_layout import ADDED
-from tests.training import INNER, Tiny, bits_equal, constant, model, set_grads, wrap
+from tests.training import INNER, Tiny, constant, model, same_values, set_grads, wrap
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 get_optimizer_state_dict: Any = dsd.get_optimizer_state_dict
@@ -31,23 +31,6 @@ def _trained(inner: str = "adamw_fused", dtype: torch.dtype = torch.float16) -> 
         optimizer.step()
     optimizer.zero_grad()
     return module, optimizer
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)  # type: ignore[assignment]
-    else:
-        return {path: value}
-    return {key: found for name, item in items for key, found in _flat(item, f"{path}/{name}").items()}
-
-
-def _same(left: Any, right: Any) -> bool:
-    left, right = _flat(left), _flat(right)
-    return left.keys() == right.keys() and all(
-        bits_equal(left[key], right[key]) if isinstance(left[key], Tensor) else left[key] == right[key] for key in left
-    )
 
 
 def test_our_layout_is_what_it_was() -> None:
@@ -83,9 +66,9 @@ def test_our_layout_is_what_it_was() -> None:
     assert list(loaded) == [*KEYS, "state", "param_groups"]
     assert loaded["state"] is loaded["optimizer"]["state"]
     assert loaded["param_groups"] is loaded["optimizer"]["param_groups"]
-    assert _same({key: loaded[key] for key in KEYS}, state)
+    assert same_values({key: loaded[key] for key in KEYS}, state)
     optimizer.load_state_dict(loaded)
-    assert _same(optimizer.state_dict(), state)
+    assert same_values(optimizer.state_dict(), state)
 
 
 def test_torch_layout() -> None:
@@ -119,7 +102,7 @@ def test_round_trip(dtype: torch.dtype, inner: str, options: StateDictOptions | 
     resumed = wrap(other, INNER[inner])
     given = get_optimizer_state_dict(module, optimizer, options=options)
     set_optimizer_state_dict(other, resumed, given, options=options)
-    assert _same(resumed.state_dict(), optimizer.state_dict())
+    assert same_values(resumed.state_dict(), optimizer.state_dict())
 
 
 @pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flat"])
@@ -138,7 +121,7 @@ def test_an_untouched_optimizer_stays_untouched(
     weights = [param.detach().clone() for param in module.parameters()]
     given = get_optimizer_state_dict(module, optimizer, options=options)
     set_optimizer_state_dict(module, optimizer, given, options=options)
-    assert _same(optimizer.state_dict(), before)
+    assert same_values(optimizer.state_dict(), before)
     assert optimizer.num_skipped_steps.item() == 0
     assert all(map(torch.equal, module.parameters(), weights))
     assert all(param.grad is None for param in module.parameters())
@@ -165,74 +148,11 @@ def test_a_chain(options: StateDictOptions | None) -> None:
     given = get_optimizer_state_dict(module, optimizer, options=options)
     set_optimizer_state_dict(other, resumed, given, options=options)
     assert resumed.num_landed_steps.item() == 1
-    assert _same(resumed.state_dict(), optimizer.state_dict())
+    assert same_values(resumed.state_dict(), optimizer.state_dict())
     member = optimizer.optimizers[1]
     assert list(optimizer.state) == list(module.parameters())
     mine, theirs = optimizer.state[module.head.weight], member.state[module.head.weight]
     assert all(mine[key] is theirs[key] for key in ("step", "exp_avg", "exp_avg_sq", "main_param"))
-
-
-def test_torch_steps_its_own_optimizers() -> None:
-    """Why that needs care: an untouched torch optimizer is stepped by a get."""
-    module = nn.Linear(2, 2)
-    inner = torch.optim.AdamW(module.parameters())
-    get_optimizer_state_dict(module, inner)
-    assert inner.state[module.weight]["step"].item() == 1
-
-
-class _Outer(torch.optim.Optimizer):
-    """An optimizer around ours that hands everything on, as Accelerate's does."""
-
-    def __init__(self, inner: MixedPrecisionOptimizer) -> None:
-        self.inner = inner
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.inner.param_groups
-
-    def state_dict(self) -> Any:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.inner.load_state_dict(state_dict)
-
-
-@pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flat"])
-def test_through_an_outer_optimizer(options: StateDictOptions | None) -> None:
-    """An optimizer that wraps ours and hands on its properties does not stand in the way."""
-    module, optimizer = _trained()
-    other = model(seed=1)
-    resumed = wrap(other)
-    given = get_optimizer_state_dict(module, _Outer(optimizer), options=options)
-    set_optimizer_state_dict(other, _Outer(resumed), given, options=options)
-    assert _same(resumed.state_dict(), optimizer.state_dict())
-
-
-def test_tied_weights_and_frozen_parameters() -> None:
-    """A tied weight has one state under one of its names; a frozen parameter keeps what it has."""
-
-    def build(seed: int) -> tuple[nn.Module, MixedPrecisionOptimizer]:
-        torch.manual_seed(seed)
-        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).half()
-        module[2].weight = module[0].weight
-        module[1].weight.requires_grad_(False)
-        inner = torch.optim.AdamW(module.named_parameters(), lr=0.1)
-        return module, MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0), grads_are_scaled=True)
-
-    module, optimizer = build(0)
-    set_grads(module, 0)
-    optimizer.step()
-    for options in (None, FLAT):
-        other, resumed = build(1)
-        frozen = other.get_parameter("1.weight").detach().clone()
-        given = get_optimizer_state_dict(module, optimizer, options=options)
-        set_optimizer_state_dict(other, resumed, given, options=options)
-        assert _same(resumed.state_dict(), optimizer.state_dict())
-        assert torch.equal(other.get_parameter("1.weight"), frozen)
 
 
 def test_groups_and_options() -> None:
@@ -266,24 +186,13 @@ def test_names_and_positions() -> None:
     given["param_groups"][0]["params"].reverse()
     resumed = wrap(model(seed=1))
     resumed.load_state_dict(given)
-    assert _same(resumed.state_dict()["main_params"], optimizer.state_dict()["main_params"])
+    assert same_values(resumed.state_dict()["main_params"], optimizer.state_dict()["main_params"])
     state = optimizer.state_dict()
     by_position = {"state": state["state"], "param_groups": state["param_groups"]}
     for prefix in (None, "model."):
         resumed = wrap(model(seed=1))
         resumed.load_state_dict(by_position if prefix is None else _renamed(by_position, prefix))
-        assert _same(resumed.state_dict(), optimizer.state_dict())
-
-
-def test_positions_are_not_names() -> None:
-    """Where our names are positions they are not taken for the model's names, which may be numbers, too."""
-    params = nn.ParameterList([nn.Parameter(torch.full((2,), float(value)).half()) for value in range(3)])
-    inner = torch.optim.AdamW(reversed(list(params)), lr=0.1)
-    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0), grads_are_scaled=True)
-    given = get_optimizer_state_dict(params, optimizer)
-    assert given["param_groups"][0]["params"] == ["2", "1", "0"]
-    optimizer.load_state_dict(given)
-    assert [param.tolist() for param in params] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+        assert same_values(resumed.state_dict(), optimizer.state_dict())
 
 
 def _renamed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -301,43 +210,17 @@ def test_plain_torch_state() -> None:
     resumed = wrap(model(torch.float32), scale=None)
     resumed.load_state_dict(given)
     ours = resumed.state_dict()["optimizer"]["state"]["first.weight"]
-    assert _same(ours, inner.state_dict()["state"][0])
+    assert same_values(ours, inner.state_dict()["state"][0])
     halves = model()
     halves.load_state_dict(module.state_dict())
     optimizer = wrap(halves)
     with pytest.warns(UserWarning, match=r"no main params .*taken from the model's weights.*; .*no loss scale"):
         optimizer.load_state_dict(given)
-    assert _same(dict(optimizer.main_params()), {name: param.float() for name, param in halves.named_parameters()})
-    assert _same(optimizer.state_dict()["optimizer"]["state"]["first.weight"], ours)
+    assert same_values(
+        dict(optimizer.main_params()), {name: param.float() for name, param in halves.named_parameters()}
+    )
+    assert same_values(optimizer.state_dict()["optimizer"]["state"]["first.weight"], ours)
     assert optimizer.get_loss_scale().item() == wrap(model()).get_loss_scale().item()
-
-
-def _without(key: str) -> Callable[[dict[str, Any]], None]:
-    def damage(state: dict[str, Any]) -> None:
-        for entries in state["state"].values():
-            del entries[key]
-
-    return damage
-
-
-def _lost_main_param(state: dict[str, Any]) -> None:
-    del state["state"]["head.weight"]["main_param"]
-
-
-def _lost_moment(state: dict[str, Any]) -> None:
-    del state["state"]["first.bias"]["exp_avg"]
-
-
-def _other_scale(state: dict[str, Any]) -> None:
-    state["state"]["head.weight"]["grad_scaler_scale"] = torch.tensor(3.0)
-
-
-def _scale_of_some(state: dict[str, Any]) -> None:
-    del state["state"]["head.weight"]["grad_scaler_scale"]
-
-
-def _unknown(state: dict[str, Any]) -> None:
-    state["state"]["other"] = {}
 
 
 def _fewer(state: dict[str, Any]) -> None:
@@ -346,42 +229,40 @@ def _fewer(state: dict[str, Any]) -> None:
     state["state"]["other"] = state["state"].pop("first.bias")
 
 
-def _bad_state(state: dict[str, Any]) -> None:
-    state["state"] = [1]
-
-
-def _bad_entries(state: dict[str, Any]) -> None:
-    state["state"]["first.bias"] = [1]
-
-
-BAD_GROUPS: list[Any] = [{"params": []}, {}, [["params"]], [{"lr": 0.1}]]
-
-
-def _with_groups(value: Any) -> Callable[[dict[str, Any]], None]:
+def _with_groups(value: Any) -> Callable[[dict[str, Any]], object]:
     return lambda state: state.update(param_groups=value)
 
 
-def _wrong_shape(state: dict[str, Any]) -> None:
-    state["state"]["first.bias"]["main_param"] = torch.zeros(2)
+BAD_GROUPS: list[Any] = [{"params": []}, {}, [["params"]], [{"lr": 0.1}]]
+TRACKER = "grad_scaler_growth_tracker"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_lost_main_param, "holds main params, but none of 'head.weight'"),
-        (_without("grad_scaler_growth_tracker"), "lacks 'growth_tracker'"),
-        (_lost_moment, r"'first.bias' had 3 entries and arrives with \['exp_avg_sq', 'step'\]"),
-        (_other_scale, r"several values of 'grad_scaler_scale', \[3.0, 512.0\]; they are not of one step"),
-        (_scale_of_some, "several values of 'grad_scaler_scale'"),
-        (_unknown, r"holds state of 'other', which none of its param groups has"),
+        (lambda s: s["state"]["head.weight"].pop("main_param"), "holds main params, but none of 'head.weight'"),
+        (lambda s: [entries.pop(TRACKER) for entries in s["state"].values()], "lacks 'growth_tracker'"),
+        (
+            lambda s: s["state"]["first.bias"].pop("exp_avg"),
+            r"arrives with \['exp_avg_sq', 'step'\]",
+        ),
+        (
+            lambda s: s["state"]["head.weight"].update(grad_scaler_scale=torch.tensor(3.0)),
+            r"\[3.0, 512.0\]",
+        ),
+        (lambda s: s["state"]["head.weight"].pop("grad_scaler_scale"), "several values of 'grad_scaler_scale'"),
+        (lambda s: s["state"].update(other={}), r"holds state of 'other', which none of its param groups has"),
         (_fewer, r"param groups of \[6\] parameters, the optimizer has \[7\]"),
-        (_bad_state, "'state' must map parameters to dicts"),
-        (_bad_entries, "'state' must map parameters to dicts"),
+        (lambda s: s.update(state=[1]), "'state' must map parameters to dicts"),
+        (lambda s: s["state"].update({"first.bias": [1]}), "'state' must map parameters to dicts"),
         *((_with_groups(value), "'param_groups' must be a list of dicts with 'params'") for value in BAD_GROUPS),
-        (_wrong_shape, r"main param of 'first.bias' has shape \(2,\)"),
+        (
+            lambda s: s["state"]["first.bias"].update(main_param=torch.zeros(2)),
+            r"'first.bias' has shape \(2,\)",
+        ),
     ],
 )
-def test_damage_is_named(damage: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_damage_is_named(damage: Callable[[dict[str, Any]], object], message: str) -> None:
     """What lacks or does not fit is named, and nothing has changed."""
     module, optimizer = _trained()
     given = copy.deepcopy(get_optimizer_state_dict(module, optimizer))
@@ -390,25 +271,7 @@ def test_damage_is_named(damage: Callable[[dict[str, Any]], None], message: str)
     before = copy.deepcopy(resumed.state_dict())
     with pytest.raises(StateDictError, match=message):
         resumed.load_state_dict(given)
-    assert _same(resumed.state_dict(), before)
-
-
-def test_copies_of_what_is_live_do_not_count() -> None:
-    """Torch's functions fill in the loading optimizer's own values for a parameter that the file lacks."""
-    module, optimizer = _trained()
-    given = get_optimizer_state_dict(module, optimizer)
-    resumed = wrap(model(seed=1))
-    given["state"]["head.weight"]["grad_scaler_scale"] = resumed.get_loss_scale().clone()
-    resumed.load_state_dict(given)
-    assert resumed.get_loss_scale().item() == optimizer.get_loss_scale().item() == 2.0**9
-
-
-def test_an_optimizer_of_one_parameter() -> None:
-    """Its entries have no others beside them."""
-    module = nn.Linear(3, 2, bias=False).half()
-    optimizer, resumed = (constant(module, INNER["sgd_momentum_fused"], scale) for scale in (4.0, 2.0))
-    resumed.load_state_dict(get_optimizer_state_dict(module, optimizer))
-    assert resumed.get_loss_scale().item() == 4.0
+    assert same_values(resumed.state_dict(), before)
 
 
 def test_names_of_ours_are_taken() -> None:
@@ -421,12 +284,3 @@ def test_names_of_ours_are_taken() -> None:
         get_optimizer_state_dict(module, optimizer)
     with pytest.raises(StateDictError, match=message):
         dict(optimizer.state[module.first.weight])
-
-
-def test_a_constant_scale_meets_a_dynamic_one() -> None:
-    """A constant scaler takes the scale of a dynamic one's state, as it does from our own layout."""
-    module, optimizer = _trained()
-    given = get_optimizer_state_dict(module, optimizer)
-    resumed = constant(model(seed=1), INNER["adamw_fused"], 1.0)
-    resumed.load_state_dict(given)
-    assert resumed.get_loss_scale().item() == 2.0**9

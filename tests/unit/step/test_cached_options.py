@@ -48,12 +48,6 @@ def test_a_new_value_takes_effect(change: dict[str, Any]) -> None:
     assert not bits_equal(kept[2:], changed[2:])
 
 
-def test_groups_that_lack_torchs_newest_option_decay_as_their_class_says() -> None:
-    """Older versions of torch had no ``decoupled_weight_decay``: AdamW's weights decay apart from the gradient."""
-    kept = _stepped((0.9, 0.99), 0.1, _nothing)
-    assert bits_equal(kept, _stepped((0.9, 0.99), 0.1, lambda group: group.pop("decoupled_weight_decay")))
-
-
 def test_what_is_written_in_place_takes_effect() -> None:
     """A list of betas, and a learning rate in a tensor: the same objects with other values."""
     kept = _stepped([0.9, 0.99], torch.tensor(0.1), _nothing)

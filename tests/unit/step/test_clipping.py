@@ -145,17 +145,6 @@ def test_the_keyword_says_how_to_clip(constructor: str) -> None:
             build(config, clip_grad=wrong)
 
 
-def test_a_chain_sets_the_keyword_for_its_members() -> None:
-    """Members with other limits of their own may then be chained, and share the chain's."""
-    layers = [nn.Sequential(nn.Identity(), nn.Linear(2, 1)), nn.Linear(2, 1)]  # with other names
-    members = [_sgd(layer, clip, torch.float32) for layer, clip in zip(layers, (1.0, 2.0), strict=True)]
-    for member in members:
-        member.grad_scaler = None
-    with pytest.raises(ArgumentError, match=r"clip_grad=2\.0"):
-        ChainedOptimizer(members)
-    assert [member.clip_grad for member in ChainedOptimizer(members, clip_grad=0.5).optimizers] == [0.5, 0.5]
-
-
 # clip_grad_norm_
 
 

@@ -15,11 +15,8 @@ from megascale import Lion, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, MainParamOverflowError, StateDictError, UsageError
 from megascale.kernels import ReferenceBackend
 from megascale.step.compact_state import require_supported
-from megascale.utils.dtensors import to_local
-from tests.cells import CELLS, Cell, integers
 from tests.counting import OperatorCounter
-from tests.pool import RankPool
-from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, same_bits, set_grads, snapshot, trained
+from tests.training import INNER, Bag, Inner, constant, grad_of, same_bits, set_grads, snapshot, trained
 
 BACKENDS = ["reference", "native", "torch"]
 if find_spec("triton") and not torch.accelerator.is_available():
@@ -61,20 +58,8 @@ def test_backends_have_the_same_bits(held: tuple[int, str], dtype: torch.dtype) 
     assert all(same_bits(found[0], other) for other in found[1:])
 
 
-@pytest.mark.slow
-def test_rows_of_several_chunks() -> None:
-    """Rows that several threads update have the reference's bits, and count one step."""
-
-    def make() -> Bag:
-        return Bag(
-            [torch.randn(shape, generator=torch.Generator().manual_seed(0)).half() for shape in ((3, 5), (200_001,))]
-        )
-
-    found = [trained(make(), ADAM["adamw"], 4, backend=backend, **BOTH) for backend in ("reference", "native")]
-    assert same_bits(*found)
-
-
 @pytest.mark.native
+@pytest.mark.default("100")
 @pytest.mark.parametrize("numel", [64, 100])
 def test_a_scale_that_is_nan_spoils_what_it_does_in_the_reference(numel: int) -> None:
     """In a last group that is not whole, too: what fills it up is no element."""
@@ -147,14 +132,6 @@ def test_one_call_updates_all_codes(kind: dict[str, Any]) -> None:
     assert counts[0] == counts[1]
 
 
-@pytest.mark.slow
-@pytest.mark.native
-def test_strided_parameters() -> None:
-    """Groups are cut in row-major order, however a parameter lies in memory."""
-    found = [trained(odd(torch.float16, True), ADAM["adamw"], 4, backend=b, **BOTH) for b in BACKENDS]
-    assert all(same_bits(found[0], other) for other in found[1:])
-
-
 def optimizer_of(module: Bag, **options: Any) -> MixedPrecisionOptimizer:
     """Return a native AdamW."""
     return constant(module, ADAM["adamw"], 256.0, backend="native", **options)
@@ -175,25 +152,6 @@ def loaded(saved: dict[str, Any], source: Bag, **options: Any) -> tuple[Bag, Mix
     optimizer = optimizer_of(module, **options)
     optimizer.load_state_dict(saved)
     return module, optimizer
-
-
-@pytest.mark.native
-def test_state_dicts_hold_codes_and_go_on_with_the_same_bits() -> None:
-    """A run that is saved and loaded is the run that was not. The step count, which the dither needs, is saved."""
-    module = odd(torch.float16)
-    optimizer = optimizer_of(module, **BOTH)
-    steps(module, optimizer, 0, 3)
-    saved = optimizer.state_dict()
-    entry = saved["optimizer"]["state"]["params.1"]
-    assert {key: (value.dtype, tuple(value.shape)) for key, value in entry.items()} == {
-        "step": (torch.float32, ()),
-        "exp_avg": (torch.int8, (33, 64)),
-        "exp_avg_sq": (torch.uint8, (33, 64)),
-        "exp_avg_scale": (torch.float32, (66,)),
-        "exp_avg_sq_scale": (torch.float32, (66,)),
-    }
-    twin, other = loaded(saved, module, **BOTH)
-    assert same_bits(steps(module, optimizer, 3, 6), steps(twin, other, 3, 6))
 
 
 @pytest.mark.native
@@ -221,25 +179,6 @@ def test_state_in_fp32_is_encoded_and_codes_become_fp32() -> None:
 
 def _given(inner: torch.optim.Optimizer, _: object) -> torch.optim.Optimizer:
     return inner
-
-
-def test_torchs_own_state_is_encoded() -> None:
-    """State that the inner optimizer had before it was wrapped is kept: the next step is that of fp32 state, nearly."""
-    modules = [odd(torch.float32) for _ in range(2)]
-    inners = [torch.optim.AdamW(module.named_parameters(), lr=1e-2, betas=(0.9, 0.9)) for module in modules]
-    every: list[dict[str, Any]] = [BOTH, {}]
-    for module, inner, options in zip(modules, inners, every, strict=True):
-        set_grads(module, 0)
-        inner.step()
-        optimizer = constant(module, partial(_given, inner), 256.0, **options)
-        set_grads(module, 1, 256.0)
-        optimizer.step()
-    assert [inner.state[module[1]]["exp_avg"].dtype for inner, module in zip(inners, modules, strict=True)] == [
-        torch.int8,
-        torch.float32,
-    ]
-    codes, plain = (module[1].detach() for module in modules)
-    torch.testing.assert_close(codes, plain, rtol=0, atol=1e-3)
 
 
 @pytest.mark.native
@@ -292,32 +231,13 @@ def test_codes_that_torch_has_cast_are_refused(options: dict[str, Any]) -> None:
             constant(target, partial(_given, bare), 256.0, **options)
 
 
-@pytest.mark.native
-@pytest.mark.parametrize("options", [BOTH, {}], ids=["codes", "fp32"])
-def test_codes_are_loaded_into_the_wrapped_optimizer(options: dict[str, Any]) -> None:
-    """As codes, or as the fp32 moments that they stand for: as its wrapper loads them."""
-    for dtype in (torch.float16, torch.float32):
-        source = odd(dtype)
-        compact = optimizer_of(source, **BOTH)
-        steps(source, compact, 0, 1)
-        found = []
-        for loads_inner in (False, True):
-            target = odd(dtype)
-            optimizer = optimizer_of(target, **options)
-            optimizer.load_state_dict(compact.state_dict())
-            if loads_inner:
-                optimizer.optimizer.load_state_dict(compact.optimizer.state_dict())
-            found.append(steps(target, optimizer, 1, 3))
-        assert same_bits(*found)
-
-
 SCALES: dict[str, Callable[[Tensor], Tensor]] = {
     "strided": lambda scales: torch.stack([scales, scales + 1], -1)[..., 0],
     "fp64": Tensor.double,
 }
 
 
-@pytest.mark.default("triton-strided")
+@pytest.mark.default("native-strided")
 @pytest.mark.parametrize(("backend", "kind"), [(backend, kind) for backend in BACKENDS for kind in SCALES])
 def test_scales_of_another_form_are_read_as_their_values(backend: str, kind: str) -> None:
     """What the user puts into the state is taken by value: the same bits as from a dense fp32 copy of it."""
@@ -338,40 +258,6 @@ def test_scales_of_another_form_are_read_as_their_values(backend: str, kind: str
             optimizer.step()
         found.append(snapshot(optimizer, module))
     assert same_bits(*found)
-
-
-COMPACT = [cell for cell in CELLS if cell.state == "compact"]
-
-
-@pytest.mark.default("float32-zero1-compact", "bfloat16-fsdp2-compact")
-@pytest.mark.parametrize("cell", COMPACT, ids=str)
-def test_moments_that_were_zeroed_in_place_are_zero(cell: Cell, ranks: RankPool) -> None:
-    """The next step leaves the bits that it leaves where scales were zeroed as well, and other moments alone. Cells of
-    fp32 state have no scales.
-    """
-    for zeroed, as_well, alone in ranks.run(cell.world_size, _zeroed_in_place, cell):
-        assert same_bits(zeroed, as_well)
-        assert not same_bits(zeroed, alone)
-
-
-def _zeroed_in_place(cell: Cell) -> list[dict[str, Tensor]]:
-    found = []
-    for names in (("exp_avg_sq",), ("exp_avg_sq", "exp_avg_sq_scale"), ()):
-        model = cell.model()
-        optimizer = cell.optimizer(model)
-        for step in range(4):
-            cell.backward(optimizer, model, integers(cell.shapes, step))
-            if step == 3:
-                for state in optimizer.optimizer.state.values():
-                    for name in names:
-                        state[name].zero_()
-            optimizer.step()
-            optimizer.zero_grad()
-        held = [(f"weight.{index}", weight.detach()) for index, weight in enumerate(model.parameters())]
-        for index, state in enumerate(optimizer.optimizer.state.values()):
-            held += [(f"{index}.{name}", value) for name, value in state.items() if isinstance(value, Tensor)]
-        found.append({name: to_local(value).clone() for name, value in held})
-    return found
 
 
 @pytest.mark.native
@@ -403,15 +289,3 @@ def test_what_cannot_be_held_is_refused() -> None:
     set_grads(half, 0, 256.0)
     with pytest.raises(UsageError, match=r"its own step\(\) must run, which cannot read exp_avg=torch.int8"):
         optimizer.step()
-
-
-@pytest.mark.native
-def test_what_is_held_is_counted() -> None:
-    """2.25 bytes of moments an element."""
-    module = Bag([torch.randn(64, 32).half()])
-    optimizer = optimizer_of(module, **BOTH)
-    steps(module, optimizer, 0, 1)
-    [entry] = optimizer.optimizer.state.values()
-    held = sum(value.nbytes for key, value in entry.items() if key != "step")
-    assert held == 2.25 * 64 * 32
-    assert bits_equal(entry["step"], torch.tensor(1.0))

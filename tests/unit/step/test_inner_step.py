@@ -1,6 +1,5 @@
 """The wrapped optimizer's own step() is refused as long as a wrapper is there."""
 
-import copy
 import gc
 import warnings
 import weakref
@@ -10,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from megascale import ConstantGradScaler, DistributedOptimizer, Lion, MixedPrecisionOptimizer
+from megascale import MixedPrecisionOptimizer
 from megascale.errors import UsageError
-from tests.training import INNER, Sign, Tiny, bits_equal, constant, model, same_bits, set_grads, snapshot
+from tests.training import INNER, Sign, bits_equal, constant, model, same_bits, set_grads, snapshot
 
 KINDS: dict[str, Any] = INNER | {
     "sign": lambda m: Sign(m.parameters()),
@@ -35,16 +34,6 @@ def test_step_of_the_wrapped_optimizer_is_refused(kind: str) -> None:
         with pytest.raises(UsageError, match=r"\.step\(\) was called, but a MixedPrecisionOptimizer wraps .* call the"):
             optimizer.optimizer.step()
         assert same_bits(before, snapshot(optimizer, module))
-
-
-def test_step_of_a_sharded_optimizer_is_refused() -> None:
-    """DistributedOptimizer wraps alike."""
-    module = model()
-    inner = torch.optim.AdamW(module.named_parameters())
-    optimizer = DistributedOptimizer(inner, None, ConstantGradScaler(8.0), modules=module)
-    with pytest.raises(UsageError, match=r"AdamW\.step\(\) was called"):
-        inner.step()
-    assert optimizer.recipe.decision is None
 
 
 @pytest.mark.parametrize("kind", ["adamw_fused", "sign"])
@@ -96,30 +85,6 @@ def test_schedulers_of_the_inner_optimizer_see_its_steps(kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()
-
-
-def test_kernels_still_run_the_update() -> None:
-    """The refusal is a hook; an update detours through torch's step() for the hooks of others only."""
-    module = model()
-    optimizer = constant(module, lambda m: Lion(m.named_parameters()), 8.0)
-    update: Any = optimizer.live_state().update
-    assert optimizer.recipe.why_not_capturable() is None
-    optimizer.optimizer.register_step_post_hook(lambda *_: None)
-    assert "step hooks" in optimizer.recipe.why_not_capturable()  # type: ignore[operator]
-    assert update.why_not_capturable() is not None
-
-
-def test_copies_of_the_inner_optimizer_are_free() -> None:
-    """A deep copy is nobody's: it has copies of the parameters, and steps them."""
-    module = model(torch.float32)
-    inner = torch.optim.SGD(module.parameters(), lr=0.1)
-    optimizer = MixedPrecisionOptimizer(inner)
-    other: Tiny
-    other, theirs = copy.deepcopy((module, inner))
-    set_grads(other, 0)
-    theirs.step()
-    assert not bits_equal(other.head.weight.detach(), module.head.weight.detach())
-    assert isinstance(optimizer, MixedPrecisionOptimizer)
 
 
 @pytest.mark.parametrize("loss", [1.0, 3, None, [torch.ones(())]])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import ConstantGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, UsageError
 from megascale.step.kernel_state import rate
 from tests.training import bits_equal
@@ -51,27 +51,6 @@ def test_state_that_fits_is_used_as_it_is(kind: Any, config: dict[str, Any]) -> 
         assert state["exp_avg"] is given
 
 
-@pytest.mark.parametrize(
-    ("momentum", "dampening", "names"),
-    [
-        (0.0, 0.0, set()),
-        (0.0, 0.5, set()),
-        (0.9, 0.0, {"momentum_buffer"}),
-        (1.0, 0.0, {"momentum_buffer"}),
-        (0.9, 0.5, {"momentum_buffer", "step"}),
-        (1.0, 1.0, {"momentum_buffer", "step"}),
-    ],
-)
-def test_sgd_has_the_state_that_it_needs(momentum: float, dampening: float, names: set[str]) -> None:
-    """A momentum only where there is one, and a count of steps only where the first one differs."""
-    params = [nn.Parameter(torch.ones(4))]
-    inner = torch.optim.SGD(params, lr=0.1, momentum=momentum, dampening=dampening)
-    optimizer = MixedPrecisionOptimizer(inner)
-    params[0].grad = torch.ones(4)
-    optimizer.step()
-    assert inner.state[params[0]].keys() == names
-
-
 STEPS: dict[str, tuple[Change, str]] = {
     "two": (lambda _: torch.ones(2), r"has shape \(2,\) and dtype torch.float32; it must be one number"),
     "complex": (
@@ -110,39 +89,6 @@ def test_option_that_lacks_is_named_when_the_optimizer_is_wrapped(name: str) -> 
     with pytest.raises(ArgumentError, match=f"a param group lacks '{name}'"):
         MixedPrecisionOptimizer(inner)
     assert not inner.state
-
-
-def test_state_may_be_mended_between_the_halves_of_a_step() -> None:
-    """What breaks there is named by the second half, which has changed nothing and can be called again."""
-    params, optimizer = _trained()
-    optimizer.prepare_grads()
-    state = optimizer.optimizer.state[params[1]]
-    right, state["exp_avg"] = state["exp_avg"], torch.zeros(3)
-    with pytest.raises(UsageError, match=r"state\['1'\]\['exp_avg'\] is \(3,\) on cpu"):
-        optimizer.step_with_ready_grads()
-    assert optimizer.num_landed_steps == 1
-    state["exp_avg"] = right
-    assert optimizer.step_with_ready_grads().success
-    assert [float(own["step"]) for own in optimizer.optimizer.state.values()] == [2.0, 2.0, 2.0]
-
-
-def test_resting_parameters_without_names_are_called_by_their_position() -> None:
-    """Invariant 9: counted over all groups, as where they are updated."""
-    params = [nn.Parameter(torch.ones(4)) for _ in range(4)]
-    for param in params[2:]:
-        param.requires_grad_(False)
-    inner = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
-    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(1.0))
-    for _ in range(2):
-        for index, shared in ((2, params[2]), (3, params[3])):
-            for param in params[:2]:
-                param.grad = torch.ones(4)
-            optimizer.step()
-            right = inner.state[params[1]]["exp_avg"]
-            inner.state[params[1]]["exp_avg"] = shared.data
-            with pytest.raises(UsageError, match=rf"\['1'\]\['exp_avg'\] shares .* the data of parameter '{index}'"):
-                optimizer.step()
-            inner.state[params[1]]["exp_avg"] = right
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from megascale import (
     OptimizerConfig,
     build_optimizer,
 )
-from megascale.errors import ArgumentTypeError, GradientError, UsageError
+from megascale.errors import ArgumentTypeError, UsageError
 from megascale.integrations.lightning_scaling import PerBatchScaler
 from tests.counting import OperatorCounter
-from tests.training import Tiny, grad_of, model, same_bits, set_grads, snapshot
+from tests.training import Tiny, model, same_bits, set_grads, snapshot
 
 Optimizer = MixedPrecisionOptimizer | ChainedOptimizer
 
@@ -114,32 +114,6 @@ def test_what_is_not_judged() -> None:
         _wrapped(model(), _dynamic(), grads_are_scaled=1)
 
 
-def test_constant_scale_that_was_loaded_counts() -> None:
-    """A constant scaler of 1 into which another scale is loaded, and the other way round."""
-    scaler = ConstantGradScaler(1.0)
-    scaler.load_state_dict({"scale": torch.tensor([4.0])})
-    module = model()
-    optimizer = _wrapped(module, scaler)
-    set_grads(module, 0)
-    with pytest.raises(UsageError, match="the loss was not scaled"):
-        optimizer.step()
-    scaler.load_state_dict({"scale": torch.tensor([1.0])})
-    assert optimizer.step().success
-
-
-def test_scaler_that_is_assigned_counts_from_then_on() -> None:
-    """Whoever asked it before has scaled another loss."""
-    module, scaler = model(), _dynamic()
-    optimizer = _wrapped(module, _dynamic())
-    assert scaler.scale == 1024.0
-    optimizer.grad_scaler = scaler
-    set_grads(module, 0)
-    with pytest.raises(UsageError, match="the loss was not scaled"):
-        optimizer.step()
-    optimizer.get_loss_scale()
-    assert optimizer.step().success
-
-
 def test_optimizers_that_step_apart_share_one_question() -> None:
     """Two optimizers with one scaler, as of a GAN: one loss, scaled once, serves a step of each."""
     scaler = _dynamic()
@@ -154,20 +128,6 @@ def test_optimizers_that_step_apart_share_one_question() -> None:
         assert second.step().success
     with pytest.raises(UsageError, match="the loss was not scaled"):
         second.step()
-
-
-def test_step_that_failed_has_not_used_the_question() -> None:
-    """An error for another reason leaves the loss as scaled as it was: the step can be taken again."""
-    module = model()
-    optimizer = _wrapped(module, _dynamic())
-    set_grads(module, 0)
-    optimizer.get_loss_scale()
-    grad = grad_of(module.head.weight)
-    module.head.weight.grad = grad.to_sparse()
-    with pytest.raises(GradientError, match="sparse"):
-        optimizer.step()
-    module.head.weight.grad = grad
-    assert optimizer.step().success
 
 
 def test_nothing_is_read_from_the_device() -> None:

@@ -16,7 +16,8 @@ from megascale.main_params.update_unit import UpdateUnit
 from tests.cells import CELLS, Cell, integers
 from tests.pool import RankPool
 
-WITHOUT_MAIN_GRADS = [cell for cell in CELLS if cell.layout != "zero1"]
+SOME_CELLS = [cell for cell in CELLS if cell.dtype == torch.float16 or str(cell) == "float32-fsdp2-compact"]
+WITHOUT_MAIN_GRADS = [cell for cell in SOME_CELLS if cell.layout != "zero1"]
 """ZeRO-1 has a main grad for each parameter, of zeros where none was used: only a frozen parameter has none."""
 
 SHAPES = [(64,)] * 160
@@ -25,7 +26,7 @@ FEW = 40
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", SOME_CELLS, ids=str)
 def test_a_step_does_no_more_without_some_gradients(cell: Cell, ranks: RankPool) -> None:
     """A gradient that is missing, the same one or another one in each step, cost 18 to 33 times the host's time, as
     state was checked and tables were made anew: some 160 calls of Python functions per parameter. Likewise the second

@@ -1,6 +1,5 @@
 """Muon on the kernels' recipe: torch's bits, and a step that is skipped changes none."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -76,14 +75,6 @@ def test_bits_of_torch(
             assert torch.equal(optimizer.state[param]["momentum_buffer"], plain.state[wanted]["momentum_buffer"])
 
 
-def test_fp32_parameters_are_their_own_main_params() -> None:
-    """They are updated in place; with fp16 ones in the same group, each as it is."""
-    params = [*_params([(3, 4)], torch.float32), *_params([(4, 3)])]
-    before = [param.detach().clone() for param in params]
-    _step(_wrap(params, lr=0.1), params, 0)
-    assert all(not torch.equal(param, old) for param, old in zip(params, before, strict=True))
-
-
 @pytest.mark.parametrize("others", [0, 1], ids=["all are copies", "one is its own main param"])
 def test_an_update_that_outgrows_fp16_is_named(others: int) -> None:
     """Alone and beside an fp32 parameter, which outgrows nothing: the error names the fp16 one; main params stay."""
@@ -110,38 +101,12 @@ def test_singular_values_end_near_one(coefficients: list[tuple[float, float, flo
     assert torch.equal(tall, wide.T)
 
 
-def test_polar_express_is_the_best_of_its_degree() -> None:
-    """Each polynomial is as far above 1 at the greatest singular value as it is below 1 at the least, of those that the
-    ones before it leave of 1e-3 to 1; the last, which is repeated, has no distance left.
-    """
-    least, greatest = 1e-3, 1.0
-    for index, coefficients in enumerate(POLAR_EXPRESS):
-        safety = 1.01 if index < 7 else 1.0
-        a, b, c = (value * safety**power for value, power in zip(coefficients, (1, 3, 5), strict=True))
-        least, greatest = (a * x + b * x**3 + c * x**5 for x in (least, greatest))
-        assert least + greatest == pytest.approx(2, abs=1e-8)
-    assert least == pytest.approx(1, abs=1e-12)
-    assert iterations([QUINTIC, (1.0, 2.0, 3.0)], 4) == (QUINTIC, *[(1.0, 2.0, 3.0)] * 3)
-
-
 @pytest.mark.parametrize(("avx512", "amx"), [(False, False), (False, True), (True, False)])
 def test_iterations_are_in_bf16_where_that_is_fast(avx512: bool, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On every accelerator, and on a CPU with instructions for it; another CPU would multiply bf16 by software."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": avx512, "amx_tile": amx})
     assert iteration_dtype(torch.device("cpu")) == (torch.bfloat16 if avx512 or amx else torch.float32)
     assert iteration_dtype(torch.device("cuda")) == torch.bfloat16
-
-
-def test_state_goes_to_torch_and_back() -> None:
-    """Torch's own state dict is read, and ours loads into another; training goes on with the same bits."""
-    params, twins = _params([(4, 6), (5, 2)]), _params([(4, 6), (5, 2)])
-    first, second = _wrap(params, lr=0.1), _wrap(twins, lr=0.1)
-    for seed in range(3):
-        _step(first, params, seed)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for optimizer, those in ((first, params), (second, twins)):
-        _step(optimizer, those, 7)
-    assert all(torch.equal(one, other) for one, other in zip(params, twins, strict=True))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -236,13 +201,3 @@ def test_muon_for_what_it_cannot_update(fields: dict[str, Any], overrides: Any, 
     """Named before anything is built."""
     with pytest.raises(ArgumentError, match=message):
         build_optimizer(OptimizerConfig(lr=0.1, **fields), _Model(), overrides=overrides)
-
-
-def test_adam_beside_muon_has_its_rate_unless_told() -> None:
-    """``muon_adam_lr`` is None by default; a matrix in three dimensions is no matrix."""
-    model = nn.ModuleDict({"hidden": nn.Linear(4, 6), "conv": nn.Conv1d(2, 3, 1)})
-    optimizer = build_optimizer(OptimizerConfig(lr=0.02, optimizer="muon"), model)
-    assert isinstance(optimizer, ChainedOptimizer)
-    names = [{name for name, _ in one.main_params()} for one in optimizer.optimizers]
-    assert names == [{"hidden.weight"}, {"hidden.bias", "conv.weight", "conv.bias"}]
-    assert {group["lr"] for group in optimizer.param_groups} == {0.02}

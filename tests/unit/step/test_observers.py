@@ -78,17 +78,3 @@ def test_what_an_observer_raises_ends_the_step() -> None:
     assert (param == 1).all()
     assert optimizer.get_loss_scale().item() == 16.0
     assert (len(failing.told), later.told) == (1, [])
-
-
-def test_members_and_their_chain_have_the_same_observers() -> None:
-    """A chain's step is one step for those that listen, whichever optimizer they were given."""
-    scaler = _scaler()
-    (first, one), (second, two) = _wrapped(scaler), _wrapped(scaler)
-    chained = ChainedOptimizer([one, two])
-    listener = Listener(first)
-    two.recipe.observers.append(listener)
-    _backward(chained, 1.0, first, second)
-    chained.step()
-    assert [len(record.params) for record, *_ in listener.told] == [2]
-    one.reload_model_params()
-    assert listener.times_anew == 1

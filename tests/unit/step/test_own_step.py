@@ -1,6 +1,5 @@
 """Optimizers that run their own step() on main params: what they are shown, and what is put back."""
 
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer
-from megascale.errors import ArgumentError, InnerStepError
+from megascale.errors import InnerStepError
 from tests.training import Bag, Sign, bits_equal, set_grads
 
 
@@ -39,25 +38,6 @@ def _mixed() -> Bag:
 
 def _wrapped(module: nn.Module, inner: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
     return MixedPrecisionOptimizer(inner, grad_scaler=ConstantGradScaler(8.0))
-
-
-def test_optimizer_without_state_trains() -> None:
-    """An optimizer that keeps no state updates fp32 main params of fp16 parameters, and fp32 parameters themselves."""
-    module = _mixed()
-    inner = Plain(module.parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer = _wrapped(module, inner)
-    grads = [torch.full_like(p, 8 * 2.0**-12) for p in module.params]
-    for param, grad in zip(module.params, grads, strict=True):
-        param.grad = grad
-    assert optimizer.get_loss_scale() == 8
-    assert optimizer.step().success
-    assert [p.dtype for p in inner.shown] == [torch.float32] * 3
-    # Half of 2**-12 is less than fp16 can take from 1.
-    for _, main in optimizer.main_params():
-        assert bits_equal(main, torch.full_like(main, 1 - 2.0**-13))
-    assert not inner.state
 
 
 class Replacing(Sign):
@@ -105,36 +85,6 @@ def test_gradients_of_another_dtype_are_back_after_a_step(how: str) -> None:
         assert bits_equal(param.detach(), torch.full((4,), 1 - (step + 1) * 2.0**-13))
         assert param.grad is grad
         assert param.grad_dtype == (None if how == "cast" else declared)
-
-
-class Rateless(torch.optim.Optimizer):
-    """A user-written optimizer without a learning rate."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step."""
-        for param in self.param_groups[0]["params"]:
-            param.sub_(param.grad)
-
-
-def test_learning_rate_of_any_optimizer_is_checked() -> None:
-    """Of a user's optimizer too, before its step; it may have none."""
-    module = Bag([torch.ones(3).half()])
-    for inner in (Plain(module.parameters()), Rateless(module.parameters())):
-        optimizer = _wrapped(module, inner)
-        module[0].grad = torch.full((3,), 8 * 2.0**-12).half()
-        optimizer.get_loss_scale()
-        if isinstance(inner, Plain):
-            inner.param_groups[0]["lr"] = "0.5"
-            with pytest.raises(ArgumentError, match=r"lr of a param group must be a number, got '0\.5'"):
-                optimizer.step()
-            assert not inner.shown
-            inner.param_groups[0]["lr"] = 0.5
-        assert optimizer.step().success
-        del optimizer
 
 
 def test_step_that_raises_leaves_the_optimizer_as_it_was() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import ArgumentError, SkippedStepsError
+from megascale.errors import SkippedStepsError
 from megascale.schedules import LandedLRScheduler
 from tests.counting import OperatorCounter
 from tests.training import INNER, Bag, bits_equal, model, same_bits, set_grads, snapshot, wrap
@@ -100,15 +100,3 @@ def test_spikes_count_for_the_budget() -> None:
     with pytest.raises(SkippedStepsError, match=r"5 steps in a row .*allows 4: the gradient norm was a spike in 5 of"):
         optimizer.step()
     assert optimizer.num_skipped_steps.item() == 4
-
-
-def test_members_of_a_chain_have_one_rule() -> None:
-    """A chain takes one decision: members that ask for others are refused, with the field's name."""
-    named, scaler = list(model().named_parameters()), DynamicGradScaler(8.0)
-    configs = [OptimizerConfig(fp16=True), OptimizerConfig(fp16=True, grad_norm_skip_threshold=3.0)]
-    parts = [
-        MixedPrecisionOptimizer(torch.optim.AdamW(part), config, scaler, grads_are_scaled=True)
-        for part, config in zip((named[:3], named[3:]), configs, strict=True)
-    ]
-    with pytest.raises(ArgumentError, match=r"config.grad_norm_skip_threshold=3.0, optimizers\[0\] has inf"):
-        ChainedOptimizer(parts)

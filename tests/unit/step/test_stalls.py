@@ -10,21 +10,16 @@ from torch import nn
 
 from megascale import (
     ChainedOptimizer,
-    ConstantGradScaler,
-    DynamicGradScaler,
     MixedPrecisionOptimizer,
     OptimizerConfig,
 )
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import (
     ArgumentError,
-    MainParamOverflowError,
     MinScaleError,
     NonFiniteParamError,
     SkippedStepsError,
 )
-from megascale.host_view import HostView
-from megascale.kernels import Statistic
 from tests.training import INNER, Tiny, constant, grad_of, model, set_grads, wrap
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -141,24 +136,6 @@ def test_more_overflows_at_the_smallest_scale_than_are_allowed() -> None:
         OptimizerConfig(max_overflows_at_min_scale=0)
 
 
-def test_scale_that_never_falls_is_at_no_minimum() -> None:
-    """A constant scale, or none: ``max_consecutive_skips`` is for them."""
-    module, other = model(), model(torch.bfloat16)
-    _skip(module, constant(module, INNER["sgd"], 1.0, max_overflows_at_min_scale=2), 20)
-    _skip(other, wrap(other, INNER["sgd"], None, max_overflows_at_min_scale=2), 20)
-
-
-def test_smallest_scale_of_any_fp32_number() -> None:
-    """0.1 is no fp32 number: the scale that it is rounded to counts as the minimum."""
-    module = model()
-    scaler = DynamicGradScaler(0.1, 0.1, 2.0, 0.5, 4, 1)
-    config = OptimizerConfig(fp16=True, max_overflows_at_min_scale=2)
-    optimizer = MixedPrecisionOptimizer(INNER["sgd"](module), config, scaler, grads_are_scaled=True)
-    _skip(module, optimizer, 2)
-    with pytest.raises(MinScaleError, match="3 steps in a row"):
-        _skip(module, optimizer, 1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", [INNER["adamw_fused"], lambda m: torch.optim.RMSprop(m.named_parameters())])
 def test_weights_that_are_nan_are_named(dtype: torch.dtype, inner: Inner) -> None:
@@ -179,16 +156,6 @@ def test_update_that_makes_nan_is_named(dtype: torch.dtype) -> None:
     optimizer.param_groups[0]["lr"] = torch.tensor(math.nan)  # the host does not read it
     with pytest.raises(NonFiniteParamError, match=r"main param of 'first.weight', .*'head.weight' holds inf or NaN"):
         _train(module, optimizer, 10)
-
-
-def test_main_param_that_is_only_large_is_told_apart() -> None:
-    """65520 and more in fp16: the main param is intact, and a smaller learning rate helps."""
-    module = model()
-    optimizer = constant(module, INNER["sgd"], 1.0)
-    optimizer.param_groups[0]["lr"] = 1e6
-    set_grads(module, 0)
-    with pytest.raises(MainParamOverflowError, match=r"'first.weight', .*lower the learning rate"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -285,31 +252,3 @@ def test_load_begins_the_count_anew(into: str, by_weights: bool) -> None:
     for _ in range(3):
         _skip(module, optimizer, 3)
         target.reload_model_params() if by_weights else target.load_state_dict(saved)
-
-
-def test_chain_warns_once() -> None:
-    """All optimizers of a chain skip together: one count, one warning; the damaged parameter of any is named."""
-    module = model()
-    named = list(module.named_parameters())
-    scaler = ConstantGradScaler(1.0)
-    members = [MixedPrecisionOptimizer(torch.optim.AdamW(part), None, scaler) for part in (named[:3], named[3:])]
-    optimizer = ChainedOptimizer(members)
-    with pytest.warns(RuntimeWarning, match="32 steps in a row") as caught:
-        _skip(module, optimizer, 40)
-    assert len(caught) == 1
-    with torch.no_grad():
-        module.head.weight.fill_(math.nan)
-    with pytest.raises(NonFiniteParamError, match=r"'head.weight'"):
-        _skip(module, optimizer, 32)
-
-
-def test_what_is_known_one_step_late_counts_the_same() -> None:
-    """On an accelerator the host sees the statistics of the step before: the same numbers, under their names."""
-    view = HostView()
-    names = [field.name for field in Statistic]
-    vector = torch.arange(len(names), dtype=torch.float64)
-    assert view.push_vector(names, vector) is None
-    vector.mul_(2)  # what is seen is what was pushed
-    late = view.push_vector(names, vector)
-    assert late == {field.name: float(field) for field in Statistic}
-    assert view.flush() == {field.name: 2.0 * field for field in Statistic}

@@ -15,8 +15,7 @@ from megascale import (
 )
 from megascale.checkpoint import load, save
 from megascale.errors import StateDictError
-from megascale.schedules import LandedLRScheduler
-from tests.training import Tiny, grad_of, model, set_grads
+from tests.training import Tiny, model
 
 Optimizer = MixedPrecisionOptimizer | ChainedOptimizer
 
@@ -94,24 +93,3 @@ def test_older_state_dicts_load(build: Any) -> None:
         with pytest.raises(StateDictError, match="step_counts"):
             optimizer.load_state_dict(state | {"step_counts": damaged})
     assert _counts(optimizer) == (2, 1)
-
-
-def test_schedule_is_not_confused_by_a_load() -> None:
-    """What landed since the last question is asked of this run's steps: loaded counts are none of them."""
-    module = model()
-    optimizer = _replicated(module)
-    _train(module, optimizer, 5, 3)
-    state = optimizer.state_dict()
-    other = model()
-    resumed = _replicated(other)
-    schedule = LandedLRScheduler(torch.optim.lr_scheduler.StepLR(resumed, 1, gamma=0.5))
-    _train(other, resumed, 1, 0)
-    schedule.step()
-    assert float(resumed.param_groups[0]["lr"]) == pytest.approx(5e-4)
-    resumed.load_state_dict(state)
-    resumed.param_groups[0]["lr"] = 5e-4
-    set_grads(other, 0)
-    grad_of(other.head.weight)[0, 0] = math.inf
-    resumed.step()
-    schedule.step()
-    assert float(resumed.param_groups[0]["lr"]) == pytest.approx(5e-4)
