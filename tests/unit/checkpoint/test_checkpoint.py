@@ -13,25 +13,6 @@ from megascale.checkpoint.listing import listing
 from megascale.errors import ArgumentError, ArgumentTypeError, CheckpointError, StateDictError
 from tests.checkpoint_cases import build, differences, state_of, train
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_resumed_training_is_bitwise_the_same(tmp_path: Path, dtype: torch.dtype) -> None:
-    """5 steps = 3 + save + load into new objects + 2: weights, buffers, main params, moments, scaler."""
-    model, optimizer = build(0, dtype)
-    train(model, optimizer, 0, 3)
-    save(tmp_path, 3, model, optimizer)
-    saved = state_of(model, optimizer)
-    train(model, optimizer, 3, 5)
-
-    resumed_model, resumed_optimizer = build(1, dtype)
-    loaded = load(tmp_path, resumed_model, resumed_optimizer)
-    assert (loaded.step, loaded.path, loaded.skipped) == (3, tmp_path / "step_00000003", ())
-    assert differences(state_of(resumed_model, resumed_optimizer), saved) == []
-    train(resumed_model, resumed_optimizer, 3, 5)
-    assert differences(state_of(resumed_model, resumed_optimizer), state_of(model, optimizer)) == []
-
 
 def test_user_and_rank_state_come_back_as_given(tmp_path: Path) -> None:
     """Every type with its dtype and order; 0-d, empty and strided tensors; keys that look alike stay apart."""
@@ -52,14 +33,6 @@ def test_user_and_rank_state_come_back_as_given(tmp_path: Path) -> None:
     loaded = load(tmp_path, model)
     assert differences(loaded.user_state, user_state) == []
     assert differences(loaded.rank_state, rank_state) == []
-
-
-def test_absent_states_are_none(tmp_path: Path) -> None:
-    """Nothing given, nothing returned."""
-    model, _ = build(0)
-    save(tmp_path, 0, model)
-    loaded = load(tmp_path, model)
-    assert (loaded.user_state, loaded.rank_state) == (None, None)
 
 
 def test_latest_ignores_what_is_not_a_complete_checkpoint(tmp_path: Path) -> None:
@@ -185,12 +158,6 @@ def test_refused_arguments_of_save(
     with pytest.raises(kind, match=message):
         save(tmp_path, **arguments)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_refused_async_flag(tmp_path: Path) -> None:
-    """A truthy string is no flag."""
-    with pytest.raises(ArgumentTypeError, match="async_save must be True or False, got 'no'"):
-        Checkpointer(tmp_path, async_save="no")  # type: ignore[arg-type]
 
 
 LOAD_REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -9,31 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megascale.checkpoint import Checkpointer, latest, load, save
+from megascale.checkpoint import Checkpointer, latest, save
 from megascale.checkpoint import checkpointer as module
 from megascale.checkpoint.files import write_file
-from megascale.checkpoint.planner import HostMemory
 from megascale.errors import CheckpointError
-from tests.checkpoint_cases import build, differences, state_of, train
-
-
-def test_training_goes_on_while_it_writes(tmp_path: Path) -> None:
-    """What is written is the state at the call, not what training has made of it since."""
-    model, optimizer = build(0)
-    states = {}
-    with Checkpointer(tmp_path, async_save=True, keep_last=2) as checkpointer:
-        for step in range(1, 4):
-            train(model, optimizer, step, step + 1)
-            states[step] = state_of(model, optimizer)
-            path = checkpointer.save(step, model, optimizer, user_state={"step": step})
-            assert path == tmp_path / f"step_{step:08d}"
-        train(model, optimizer, 4, 6)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
-    for step in (2, 3):
-        assert load(tmp_path, model, optimizer, step=step).user_state == {"step": step}
-        assert differences(state_of(model, optimizer), states[step]) == []
+from tests.checkpoint_cases import build, train
 
 
 def test_steps_before_the_write_change_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,17 +129,3 @@ def test_synchronous_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(CheckpointError, match="No space left on device"):
             Checkpointer(tmp_path).save(1, model, optimizer)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_memory_of_copies_is_kept() -> None:
-    """The next save copies into it; another shape or dtype gets memory of its own. Copies are row-major."""
-    memory = HostMemory()
-    live = [torch.arange(6.0).view(2, 3).t(), torch.ones(2, dtype=torch.float16)]
-    first = memory.copied(live)
-    assert [one.is_contiguous() for one in first] == [True, True]
-    live[0].add_(1)
-    second = memory.copied([live[0], torch.ones(3, dtype=torch.float16), torch.zeros(())])
-    assert second[0].data_ptr() == first[0].data_ptr()
-    assert torch.equal(second[0], live[0])
-    assert [tuple(one.shape) for one in second[1:]] == [(3,), ()]
-    assert memory.copied(live[:1])[0].data_ptr() == first[0].data_ptr()

@@ -36,17 +36,6 @@ def test_muon_waits_for_nothing(on_device: OnDevice) -> None:
         assert sum(n for name, n in seen[-1].operators().items() if "mm" in name.partition(".")[0]) == count * 15
 
 
-def _train_mixed(device: FakeDevice) -> list[Record]:
-    single = nn.Parameter(torch.ones(6, 8, device="cuda"))
-    params = [*_matrices(1), single, *_matrices(1)]
-    return take_steps(device, wrap(torch.optim.Muon(params)), params)
-
-
-def test_matrices_of_two_dtypes(on_device: OnDevice) -> None:
-    """Some are their own main params, others are rounded: which ones, the device is not told by a copy."""
-    assert [seen.syncs() for seen in on_device(_train_mixed)] == [[]] * 4
-
-
 def _train_held(device: FakeDevice, count: int, remainders: bool) -> Record:
     params = _matrices(count)
     return take_steps(device, wrap(torch.optim.Muon(params), store_param_remainders=remainders), params)[-1]

@@ -10,7 +10,7 @@ from megascale import MixedPrecisionOptimizer
 from megascale.errors import UsageError
 from megascale.grad_sync import GradSync
 from tests.fake_device.device import FakeDevice
-from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, world_of_two
+from tests.fake_device.models import CONFIG, adamw, loss_of, model
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
 from tests.fake_device.training import CODES, INNER, give_grads, parameters, scaler, wrap
@@ -157,28 +157,3 @@ def test_main_grads_leave(on_device: OnDevice) -> None:
     kept, copies, kept_zeroed, copies_zeroed = on_device(_main_grads)
     assert kept == kept_zeroed == 0
     assert copies_zeroed == copies - 1
-
-
-def _sharded(device: FakeDevice, kind: str) -> list[str]:
-    world_of_two()
-    module = model()
-    optimizer, loss = BUILD[kind](module)
-    found = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        optimizer.scale_loss(loss()).backward()
-        optimizer.step()
-        optimizer.offload()
-        found += [main.device.type for _, main in optimizer.main_params() if main.numel()]
-        optimizer.reload()
-        found += [main.device.type for _, main in optimizer.main_params() if main.numel()]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sharded", "sharded_overlap", "chained"])
-def test_shards_leave(on_device: OnDevice, kind: str) -> None:
-    """Shards go and come back; the next step runs."""
-    found = on_device(_sharded, kind)
-    assert set(found[: len(found) // 4]) == {"cpu"}
-    assert set(found[len(found) // 4 : len(found) // 2]) == {"cuda"}

@@ -23,7 +23,7 @@ from megascale.kernels.reference import ReferenceBackend
 from megascale.step import recipe
 from megascale.step.grad_stats import measure
 from tests.fake_device.device import FakeDevice
-from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, synced, world_of_two
+from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, world_of_two
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
 from tests.fake_device.table import table
@@ -98,28 +98,19 @@ def test_an_optimizer_without_gradients_is_refused_one_step_late(on_device: OnDe
     assert "no parameter of the optimizer has a gradient" in message
 
 
-def _divided(device: FakeDevice) -> list[Record]:
+def _sharded_over_gloo(device: FakeDevice) -> None:
     world_of_two()
-    optimizer, loss = synced(model(), bucket_numel=30)
-    sync = optimizer._member.grad_sync
-    records = []
-    for tokens in (torch.tensor(7.0), torch.tensor(9.0, device="cuda"), 11.0):
-        with device.watch() as seen:
-            optimizer.zero_grad()
-            sync.set_divisor(tokens)
-            optimizer.scale_loss(loss()).backward()
-            optimizer.step()
-        records.append(seen)
-    return records
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:gloo")
+        BUILD["sharded"](model())
 
 
-def test_a_divisor_of_the_host_travels_without_a_wait(on_device: OnDevice) -> None:
-    """Tokens counted on the host, as a tensor there: one copy, however many buckets."""
-    records = on_device(_divided)
-    assert [seen.syncs() for seen in records] == [[]] * 3
-    first, second, _ = records
-    assert len([copy for copy in second.of("copy") if " to " in copy]) == 0
-    assert len([copy for copy in first.of("copy") if copy == "4 to async pinned"]) == 1
+def test_shards_of_a_device_are_not_sent_by_gloo(on_device: OnDevice) -> None:
+    """It would take a device's address for one of the host: an error says so when the optimizer is built."""
+    with pytest.raises(
+        ArgumentError, match=r'gloo sends no shards of parameters on cuda:0.*init_process_group\("nccl"'
+    ):
+        on_device(_sharded_over_gloo)
 
 
 def _backward_on_two_devices(device: FakeDevice) -> tuple[int, list[int]]:
@@ -154,21 +145,6 @@ def _backward_on_two_devices(device: FakeDevice) -> tuple[int, list[int]]:
 def test_threads_of_backward_start_each_bucket_once(on_device: OnDevice) -> None:
     """Backward has a thread for each device: whoever comes first starts a bucket, always in the same order."""
     assert on_device(_backward_on_two_devices) == (2, [0, 1, 2, 3])
-
-
-def _sharded_over_gloo(device: FakeDevice) -> None:
-    world_of_two()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:gloo")
-        BUILD["sharded"](model())
-
-
-def test_shards_of_a_device_are_not_sent_by_gloo(on_device: OnDevice) -> None:
-    """It would take a device's address for one of the host: an error says so when the optimizer is built."""
-    with pytest.raises(
-        ArgumentError, match=r'gloo sends no shards of parameters on cuda:0.*init_process_group\("nccl"'
-    ):
-        on_device(_sharded_over_gloo)
 
 
 def _graphed(device: FakeDevice, kind: str) -> Record:

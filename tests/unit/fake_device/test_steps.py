@@ -8,7 +8,7 @@ import torch
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
-from tests.fake_device.training import CODES, INNER, give_grads, parameters, scaler, take_steps, wrap
+from tests.fake_device.training import CODES, INNER, give_grads, parameters, take_steps, wrap
 from tests.training import grad_of
 
 DECISION = ["total_kernel", "decide_kernel", "rescale_kernel"]
@@ -68,21 +68,6 @@ def test_no_step_waits_for_the_device(on_device: OnDevice, inner: str) -> None:
 def test_other_dtypes_of_parameters(on_device: OnDevice, inner: str, dtype: torch.dtype) -> None:
     """The same of bf16, and of fp32, which are their own main params."""
     _check(on_device(_train, inner, dtype), [*EACH_STEP, _kernel_of(inner)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", ["adamw", "adam_amsgrad", "sgd_momentum", "lion"])
-def test_moments_of_16_bit(on_device: OnDevice, inner: str) -> None:
-    """The same with bf16 moments."""
-    names = ["exp_avg_dtype", "exp_avg_sq_dtype"] if inner.startswith("adam") else ["exp_avg_dtype"]
-    options = dict.fromkeys(names, torch.bfloat16)
-    _check(on_device(_train_with, inner, options), [*EACH_STEP, _kernel_of(inner)])
-
-
-@pytest.mark.slow
-def test_zeros_are_counted_in_the_same_passes(on_device: OnDevice) -> None:
-    """``log_num_zeros_in_grad`` adds no launch."""
-    _check(on_device(_train_with, "adamw", {"log_num_zeros_in_grad": True}), [*EACH_STEP, "adam_kernel"])
 
 
 def test_gradients_that_move(on_device: OnDevice) -> None:
@@ -199,59 +184,6 @@ def test_parameters_on_the_host_too(on_device: OnDevice, devices: list[str]) -> 
     records = on_device(_on_several_devices, devices, "torch")
     assert [seen.unawaited() for seen in records] == [[]] * 4
     assert all(seen.syncs() for seen in records)
-
-
-def _scaler_to_the_host(device: FakeDevice) -> Record:
-    there = scaler().to("cuda")
-    with device.watch() as seen:
-        there.to("cpu")
-    return seen
-
-
-def test_a_scaler_comes_back_whole(on_device: OnDevice) -> None:
-    """``scaler.to("cpu")`` waits for the scale and the trackers."""
-    seen = on_device(_scaler_to_the_host)
-    assert seen.unawaited() == []
-    assert len(seen.syncs()) == 3
-
-
-def _grouped(device: FakeDevice) -> list[Record]:
-    halves, brains, singles = parameters(4), parameters(3, torch.bfloat16), parameters(2, torch.float32)
-    groups: list[dict[str, Any]] = [{"params": halves + singles}, {"params": brains, "lr": 1e-2, "weight_decay": 0.0}]
-    return take_steps(device, wrap(torch.optim.AdamW(groups, lr=1e-3)), halves + brains + singles)
-
-
-@pytest.mark.slow
-def test_param_groups_and_dtypes(on_device: OnDevice) -> None:
-    """One update for each param group and combination of dtypes, one measure for each dtype; a rate of each group."""
-    records = on_device(_grouped)
-    assert [seen.syncs() for seen in records] == [[]] * 4
-    counts = {name: records[-1].launches().count(name) for name in ("measure_kernel", "adam_kernel")}
-    assert counts == {"measure_kernel": 3, "adam_kernel": 3}
-    assert [name for name in records[-1].launches() if name in DECISION] == DECISION
-
-
-def _resumed(device: FakeDevice) -> tuple[Record, list[Record], list[bool]]:
-    params, others = parameters(6), parameters(6)
-    first, second = (wrap(INNER["adamw"](own)) for own in (params, others))
-    take_steps(device, first, params)
-    with device.watch() as live:
-        saved = first.state_dict(copy=False)
-    second.load_state_dict(saved)
-    records = take_steps(device, second, others)
-    states = (first.state_dict()["main_params"], second.state_dict()["main_params"])
-    return live, records, [torch.equal(one, other) for one, other in zip(*map(dict.values, states), strict=True)]
-
-
-def test_state_dicts(on_device: OnDevice) -> None:
-    """A state dict is saved and loaded, on the device; steps that follow wait for nothing.
-
-    Saving reads counts and trackers, a handful of numbers, whatever the number of tensors.
-    """
-    saving, records, equal = on_device(_resumed)
-    assert len(saving.syncs()) <= 4
-    assert [seen.syncs() for seen in records] == [[]] * 4
-    assert equal == [True] * 6
 
 
 def _general(device: FakeDevice) -> list[Record]:

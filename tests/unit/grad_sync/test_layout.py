@@ -139,14 +139,6 @@ def test_bad_sizes_are_refused(params: list[ParamSize], options: dict[str, int],
         build_layouts(params, **({"num_shards": 2} | options))
 
 
-def test_bad_lookups_are_refused() -> None:
-    """A rank that is not there is an error, not an empty answer."""
-    [layout] = build_layouts([ParamSize("a", 5)], 2, alignment=1)
-    with pytest.raises(ArgumentError, match="rank=2 must be between 0 and 1"):
-        layout.shard(layout.buckets[0], 2)
-    assert BufferLayout(None, 2, []).numel == 0
-
-
 def test_padding_belongs_to_nobody() -> None:
     """Also where a parameter begins right behind it."""
     [layout] = build_layouts([ParamSize("first", 4), ParamSize("last", 7)], 1, alignment=8)

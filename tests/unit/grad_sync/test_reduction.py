@@ -1,7 +1,5 @@
 """GradSync on one rank, and the sum of what arrives from several."""
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -97,25 +95,3 @@ def test_buckets_of_all_dtypes_have_one_order() -> None:
     sync = GradSync(named, bucket_numel=1)
     assert [list(bucket.params) for bucket in sync.buckets] == [["2"], ["1"], ["0"]]
     assert [bucket.memory.flat.numel() for bucket in sync.buckets] == [64] * 3
-
-
-def test_what_lies_in_a_bucket_is_reduced() -> None:
-    """All of it or a part, and nothing that begins before or ends after it. What is empty needs no reduction."""
-    param = nn.Parameter(torch.ones(64))
-    sync = GradSync([("w", param)])
-    around = torch.zeros(192)
-    sync.buckets[0].memory.flat = around[64:128]
-    assert [sync.reduces(around[begin:end]) for begin, end in ((64, 128), (64, 65), (127, 128), (3, 3))] == [True] * 4
-    assert [sync.reduces(around[begin:end]) for begin, end in ((0, 65), (127, 192), (0, 64), (0, 192))] == [False] * 4
-
-
-def test_detach_ends_the_thread() -> None:
-    """The GradSync itself may stay."""
-    sync = GradSync([("w", nn.Parameter(torch.ones(2)))])
-    before = set(threading.enumerate())
-    sync._thread.submit(lambda: None).result(30)
-    started = set(threading.enumerate()) - before
-    sync.detach()
-    for thread in started:
-        thread.join(5)
-        assert not thread.is_alive()

@@ -191,41 +191,10 @@ def test_a_new_field_is_accepted_until_it_is_changed(kind: str) -> None:
         from_megatron_config(config)
 
 
-def test_equal_values_are_the_default() -> None:
-    """A copy of the default is the default: another NaN, another list, another object of the same content."""
-    for kind, value in {"nan": float("nan"), "list": [1], "object": _Plan(2), "tensor": torch.ones(3)}.items():
-        assert from_megatron_config(_newer(("feature", *UNTOUCHED[kind]))(feature=value)) == from_megatron_config(
-            Megatron()
-        )
-
-
-def test_a_new_function_is_another_value() -> None:
-    """Two functions are never known to do the same."""
-    version = _newer(("feature", Callable, field(default_factory=lambda: lambda: 1)))
-    with pytest.raises(ArgumentError, match=r"config.feature is <function"):
-        from_megatron_config(version())
-
-
 def test_a_new_field_without_default_is_refused() -> None:
     """Somebody had to choose its value, and nothing says what leaving it alone would be."""
     with pytest.raises(ArgumentError, match=r"config.feature is 3, .*this field: pass a megascale.OptimizerConfig"):
         from_megatron_config(_newer(("feature", int))(feature=3))
-
-
-def _compute(self: Any) -> None:
-    if self.optimizer == "sgd" and self.feature is None:
-        raise ImportError("a library that is not here")
-    self.feature = 0.1 * self.lr if self.feature is None else self.feature
-
-
-def test_a_computed_field_is_accepted() -> None:
-    """Megatron may fill a field in from others. The user, who set the others, has not changed it."""
-    version = _newer(("feature", float | None, None), __post_init__=_compute)
-    assert from_megatron_config(version(lr=0.5)) == from_megatron_config(Megatron(lr=0.5))
-    with pytest.raises(ArgumentError, match=r"config.feature is 0.2, .*: leave it at 0.05"):
-        from_megatron_config(version(lr=0.5, feature=0.2))
-    with pytest.raises(ArgumentError, match=r"config.feature is 0.2, .*: leave it at None"):
-        from_megatron_config(version(lr=0.5, feature=0.2, optimizer="sgd"))
 
 
 def test_the_default_is_that_of_the_version() -> None:
@@ -235,18 +204,6 @@ def test_the_default_is_that_of_the_version() -> None:
         from_megatron_config(version())
         with pytest.raises(ArgumentError, match=f"config.feature is 4, .*leave it at {default}"):
             from_megatron_config(version(feature=4))
-
-
-def test_a_subclass_that_changes_a_default_has_changed_the_field() -> None:
-    """The class in between is the user's: Megatron would do what it says. Fields of its own have its own defaults."""
-    version: Any = _newer(("feature", int, 3))
-    mine: Any = make_dataclass("Mine", [("note", str, "x")], bases=(version,), kw_only=True)
-    assert from_megatron_config(mine()) == from_megatron_config(Megatron())
-    with pytest.raises(ArgumentError, match=r"config.note is 'y', .*leave it at 'x'"):
-        from_megatron_config(mine(note="y"))
-    bold: Any = make_dataclass("Mine", [("feature", int, 5)], bases=(version,), kw_only=True)
-    with pytest.raises(ArgumentError, match=r"config.feature is 5, .*leave it at 3"):
-        from_megatron_config(bold())
 
 
 @pytest.mark.parametrize("name", REMEDIES)

@@ -256,26 +256,18 @@ def test_zero_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = halves.zero(tmp_path / "zero", 2)
     model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
 
-    def with_model(**changed: Any) -> None:
+    first, second = (dict(group) for group in model["param_shapes"])
+    for changed, message in (
+        ({"module": model["module"] | {"head.weight": torch.ones(1, 4).half()}}, r"'head\.weight' are not their main"),
+        ({"param_shapes": [{"first.weight": (6, 4)}, second]}, "1 shapes and 3 gaps"),
+        ({"param_shapes": [first | {"first.weight": (6, 2)}, second]}, "the recorded parameters take 40"),
+        ({"param_shapes": [first | {"first.weight": (600, 4)}, second]}, "lies beyond"),
+        ({"param_shapes": [first]}, "does not record the shapes"),
+    ):
         torch.save(model | changed, folder / "mp_rank_00_model_states.pt")
-
-    with_model(module=model["module"] | {"head.weight": torch.ones(1, 4).half()})
-    with pytest.raises(InteropError, match=r"'head\.weight' are not their main params"):
-        convert(folder, None)
-    shapes = [dict(group) for group in model["param_shapes"]]
-    with_model(param_shapes=[{"first.weight": (6, 4)}, shapes[1]])
-    with pytest.raises(InteropError, match="1 shapes and 3 gaps"):
-        convert(folder, None)
-    with_model(param_shapes=[shapes[0] | {"first.weight": (6, 2)}, shapes[1]])
-    with pytest.raises(InteropError, match="the recorded parameters take 40"):
-        convert(folder, None)
-    with_model(param_shapes=[shapes[0] | {"first.weight": (600, 4)}, shapes[1]])
-    with pytest.raises(InteropError, match="lies beyond"):
-        convert(folder, None)
-    with_model(param_shapes=shapes[:1])
-    with pytest.raises(InteropError, match="does not record the shapes"):
-        convert(folder, None)
-    with_model()
+        with pytest.raises(InteropError, match=message):
+            convert(folder, None)
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
     shard = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     content = torch.load(shard, weights_only=True)
     torch.save({"optimizer_state_dict": content["optimizer_state_dict"] | {"zero_stage": 3}}, shard)
@@ -284,26 +276,3 @@ def test_zero_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(InteropError, match="some are missing"):
         convert(folder, None)
-
-
-def test_deepspeed_flat_groups_need_names_if_there_are_several() -> None:
-    """FP16_Optimizer does not record names: one group is the model's order, of several they must be given."""
-    halves = Halves()
-    flat = [torch.cat([halves.masters[name].reshape(-1) for name in group]) for group in halves.groups]
-    moments = [torch.cat([halves.states[n]["exp_avg"].reshape(-1) for n in group]) for group in halves.groups]
-    base = {
-        "state": {i: {"step": 3, "exp_avg": value} for i, value in enumerate(moments)},
-        "param_groups": [{"lr": 0.1, "params": [i]} for i in (0, 1)],
-    }
-    saved = {"optimizer_state_dict": base, "fp32_groups_flat": flat, "clip_grad": 0.0}
-    content = {"module": halves.model, "buffer_names": [], "optimizer": saved}
-    with pytest.raises(InteropError, match="which of 2 groups"):
-        convert(content, None)
-    state = convert(content, None, names=halves.groups).state_dict
-    for name in halves.names:
-        assert bits_equal(state["main_params"][name], halves.masters[name])
-        assert bits_equal(state["optimizer"]["state"][name]["exp_avg"], halves.states[name]["exp_avg"])
-    with pytest.raises(InteropError, match="not their main params"):
-        convert(content, None, names=[halves.groups[0], halves.groups[1][::-1]])
-    with pytest.raises(InteropError, match="has 2 groups"):
-        convert(content, None, names=halves.names)

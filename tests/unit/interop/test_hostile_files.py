@@ -137,14 +137,6 @@ def test_tensors_are_read_as_torch_reads_them(dtype: torch.dtype, tmp_path: Path
     assert not loaded["view"].requires_grad
 
 
-def _garbage(file: Path) -> None:
-    file.write_bytes(b"\x80\x02garbage" * 20)
-
-
-def _empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
 def _cut(file: Path) -> None:
     torch.save({"scaler": GOOD, "w": torch.zeros(1000)}, file)
     file.write_bytes(file.read_bytes()[:-900])
@@ -155,15 +147,20 @@ def _tar(file: Path) -> None:
         archive.addfile(tarfile.TarInfo("storages"), io.BytesIO())
 
 
-def _plain_pickle(file: Path) -> None:
-    file.write_bytes(pickle.dumps({"scaler": GOOD}))
+NO_CHECKPOINTS: dict[str, Callable[[Path], object]] = {
+    "garbage": lambda file: file.write_bytes(b"\x80\x02garbage" * 20),
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": _cut,
+    "tar": _tar,
+    "plain pickle": lambda file: file.write_bytes(pickle.dumps({"scaler": GOOD})),
+}
 
 
-@pytest.mark.parametrize("spoil", [_garbage, _empty, _cut, _tar, _plain_pickle])
-def test_what_is_no_checkpoint_is_refused_by_name(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("spoil", NO_CHECKPOINTS)
+def test_what_is_no_checkpoint_is_refused_by_name(spoil: str, tmp_path: Path) -> None:
     """Damaged files, archives that torch would extract, and pickles of others: an InteropError that names the file."""
     file = tmp_path / "odd.pt"
-    spoil(file)
+    NO_CHECKPOINTS[spoil](file)
     with pytest.raises(InteropError, match=r"odd\.pt"):
         load_scaler_state(file)
 

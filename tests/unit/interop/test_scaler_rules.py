@@ -7,7 +7,6 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from megascale import DynamicGradScaler
 from megascale.interop import DeepSpeedGradScaler, load_scaler_state
 from tests.counting import HOST_READ, OperatorCounter
 from tests.unit.interop.oracles import DeepSpeed, Megatron, OldMegatron, Torch
@@ -46,22 +45,6 @@ def test_iteration_counts_become_trackers(
     """DeepSpeed's cur_iter and last_overflow_iter, and old Megatron's, continue exactly from every state."""
     peer = after(kind(SCALE, window, hysteresis, consecutive), before)
     follows(load_scaler_state(peer.saved()).build_grad_scaler(), peer, later)
-
-
-@given(window=WINDOW, late=st.integers(0, 40))
-@settings(max_examples=40, deadline=None)
-def test_no_plain_scaler_follows_deepspeed(window: int, late: int) -> None:
-    """Why there is a DeepSpeedGradScaler: no state of DynamicGradScaler grows with DeepSpeed twice in a row."""
-    peer = after(DeepSpeed(SCALE, window, 1, False), [True])
-    steps = [peer.update(False) for _ in range(3 * window + 3)]
-    for interval in (window, window + 1):
-        plain = DynamicGradScaler(SCALE, 1.0, 2.0, 0.5, interval, 1)
-        plain.load_state_dict({"scale": torch.tensor([SCALE / 2]), "growth_tracker": late, "hysteresis_tracker": 1})
-        scales = []
-        for _ in steps:
-            plain.update(False)
-            scales.append(float(plain.scale))
-        assert scales != steps
 
 
 @given(interval=WINDOW, hysteresis=HYSTERESIS, before=STEPS, later=STEPS)

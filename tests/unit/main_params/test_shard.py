@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megascale.checkpoint.files import PlannedRead, write_file
 from megascale.checkpoint.manifest import DataFile, Manifest
@@ -101,16 +100,6 @@ def test_any_cut_is_read_back_by_any_other(
     assert torch.equal(got, whole)
 
 
-def test_same_box_on_two_ranks_is_written_once(tmp_path: Path) -> None:
-    """Hybrid sharding: two ranks hold the same range, one file holds it."""
-    flat = torch.randn(12)
-    manifest = _write(tmp_path, [ParamShard(flat[a:b], (3, 4), a) for a, b in [(0, 7), (7, 12), (0, 7), (7, 12)]])
-    assert sorted(manifest.files) == ["rank_0.safetensors", "rank_1.safetensors"]
-    got = torch.empty(3, 4)
-    PlannedRead(tmp_path, manifest, {"w": got}).read()
-    assert torch.equal(got.flatten(), flat)
-
-
 def test_read_goes_into_the_piece_itself(tmp_path: Path) -> None:
     """Nothing but the range changes, and the piece keeps its memory."""
     manifest = _write(tmp_path, [ParamShard(torch.arange(12.0), (3, 4), 0)])
@@ -118,25 +107,6 @@ def test_read_goes_into_the_piece_itself(tmp_path: Path) -> None:
     shard = ParamShard(memory[2:7], (3, 4), 3)
     PlannedRead(tmp_path, manifest, {"w": shard}).read()
     assert memory.tolist() == [-1, -1, 3, 4, 5, 6, 7, -1, -1]
-
-
-def test_it_has_the_shape_of_the_whole_and_the_dtype_of_the_piece() -> None:
-    """What a checkpoint's names and shapes are made of does not depend on the rank."""
-    shard = ParamShard(torch.zeros(5, dtype=torch.float16), (3, 4), 7)
-    assert (shard.shape, shard.dtype, shard.numel(), shard.requires_grad) == ((3, 4), torch.float16, 12, False)
-    assert repr(shard) == "ParamShard((3, 4), torch.float16, elements 7 to 12)"
-
-
-def test_detach_shares_the_piece_and_like_does_not() -> None:
-    """A state dict detaches what it holds; a staged read wants memory of its own."""
-    piece = torch.zeros(5)
-    shard = ParamShard(piece, (3, 4), 7)
-    detached = shard.detach()
-    assert isinstance(detached, ParamShard)
-    assert detached.piece.data_ptr() == piece.data_ptr()
-    other = shard.like(torch.float64)
-    assert (other.shape, other.dtype, other.start, other.piece.shape) == (shard.shape, torch.float64, 7, (5,))
-    assert other.piece.data_ptr() != piece.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -159,10 +129,3 @@ def test_piece_that_does_not_fit_is_refused(piece: Tensor, start: int) -> None:
     """A wrong range is found where it is made, not when the checkpoint is read."""
     with pytest.raises(ArgumentError, match=r"does not fit a tensor of \(3, 4\)"):
         ParamShard(piece, (3, 4), start)
-
-
-def test_unknown_box_is_refused() -> None:
-    """A plan made for another range does not read a wrong one."""
-    shard = ParamShard(torch.zeros(5), (3, 4), 7)
-    with pytest.raises(UsageError, match=r"is not one of the boxes of ParamShard"):
-        shard.__get_tensor_shard__(MetadataIndex("w", (0, 0)))

@@ -42,21 +42,6 @@ def test_versions_of_own_writes_are_taken_together() -> None:
     assert watch.written() == [0, 2]
 
 
-def test_what_another_watch_saw_is_remembered() -> None:
-    """A write before the new watch is told after it, at its new place; a param taken anew tells of later ones."""
-    params = _params(5)
-    before = WriteTracker(params[:4])
-    with torch.no_grad():
-        params[1].add_(1)
-        params[3].add_(1)
-    params[2].data = torch.ones(3)
-    watch = WriteTracker([params[4], params[3], params[2], params[1]])
-    watch.remember(2, before, 2)
-    watch.remember(3, before, 1)
-    assert watch.written() == [2, 3]
-    assert watch.moved()
-
-
 def test_what_is_remembered_is_compared_with_what_is_there_now() -> None:
     """Also after a param was taken as it is, in another shape, or remembered by another watch."""
     params = _params()

@@ -1,7 +1,6 @@
 """StepMetrics: rows equal to what a loop that waits would read, without a host read, from the first rank alone."""
 
 import contextlib
-import csv
 import math
 import re
 import warnings
@@ -13,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.metrics import CsvFile, Sink, StepMetrics
 from tests.counting import OperatorCounter
 from tests.pool import RankPool
@@ -157,16 +156,6 @@ def test_sink_that_cannot_open_is_an_error_everywhere(ranks: RankPool, tmp_path:
     assert (tmp_path / "table.csv").read_text() == "name,value\na,1\n"
 
 
-def test_metrics_do_not_scale_a_loss() -> None:
-    """Reading the scale for a row does not hide that the loss was not scaled."""
-    model, optimizer = _built()
-    metrics = StepMetrics(optimizer)
-    _loss(model, 0).backward()
-    metrics.record()
-    with pytest.raises(UsageError, match="scale"):
-        optimizer.step()
-
-
 def test_the_row_before_is_returned() -> None:
     """A row comes with the next one, and the last one with close(); steps are counted from ``start``."""
     sink = Kept()
@@ -205,29 +194,6 @@ def test_arguments_are_checked() -> None:
         metrics.record(grad_norm=1.0)
     with pytest.raises(ArgumentTypeError, match="optimizer must be one of megascale's, or None, got SGD"):
         StepMetrics(torch.optim.SGD([torch.ones(1)]))  # type: ignore[arg-type]
-
-
-def test_chain_has_one_row() -> None:
-    """Of a ChainedOptimizer, the norm of all gradients together."""
-    model = Tiny().half()
-    halves = [list(model.named_parameters())[:3], list(model.named_parameters())[3:]]
-    scaler = DynamicGradScaler(2.0**8)
-    chain = ChainedOptimizer(
-        [MixedPrecisionOptimizer(torch.optim.SGD(half, lr=1e-2), grad_scaler=scaler) for half in halves]
-    )
-    metrics = StepMetrics(chain)
-    chain.scale_loss(_loss(model, 0)).backward()
-    norm = chain.step().grad_norm
-    metrics.record()
-    row = metrics.close()
-    assert row is not None
-    assert (row["grad_norm"], row["scale"]) == (norm.item(), 256.0)
-    assert "num_zeros_in_grad" not in row
-
-
-def _table(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def test_csv_grows_by_columns_and_forgets_steps_that_run_again(tmp_path: Path) -> None:

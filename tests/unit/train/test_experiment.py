@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megascale.errors import ArgumentError
-from megascale.train.experiment import RUNS, command, draw, main, outcome, table
+from megascale.train.experiment import RUNS, command, main, outcome, table
 
 TINY = ["task=text", "text.width=8", "text.layers=1", "text.heads=1", "text.context=8", "text.heldout_windows=4"]
 TINY += ["steps=3", "batch_size=2", "threads=1", "optimizer.clip_grad=1", "optimizer.lr=0.1"]
@@ -49,24 +49,6 @@ def test_table_has_a_row_for_each_run_and_seed(tmp_path: Path) -> None:
         "| `static_scaling_65536` | 1 | 0.1000 | 25.0% | 2 | 2 | 2 | 1 |",
         "| `dynamic_scaling_4294967296` | 0 | 0.9600 | 25.0% | 3 | 2 | 1 | 1 |",
     ]
-
-
-def test_picture_has_two_panels_and_names_at_the_lines(tmp_path: Path) -> None:
-    """Loss and scale; fp32 beside fp16 with and without scaling. No white ground, and letters that dark pages show."""
-    pytest.importorskip("matplotlib")
-    for seed in (0, 1):
-        for run in RUNS:
-            table_of_run = tmp_path / f"seed_{seed}" / run / "metrics.csv"
-            table_of_run.parent.mkdir(parents=True)
-            table_of_run.write_text("step,loss,scale,lr\n0,inf,65536,0.1\n1,0.5,32768,0.1\n2,0.25,32768,0.1\n")
-    draw([0, 1], tmp_path)
-    picture = (tmp_path / "figure.svg").read_text()
-    names = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
-    assert {"loss", "loss scale", "fp32", "fp16 without scaling", "fp16 with megascale"} <= set(names)
-    assert len(picture) < 100_000
-    assert "inf" not in picture
-    assert "fill: #ffffff" not in picture
-    assert "#000000" not in picture
 
 
 @pytest.mark.parametrize("seeds", ["", "0;1", "0,x", "0,,1"])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from megascale.checkpoint import latest
-from megascale.errors import UsageError
 from megascale.train.config import load_config
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
@@ -112,18 +111,6 @@ def test_learning_rate_follows_landed_steps(tmp_path: Path, name: str) -> None:
         landed += row["skipped"] == "0"
 
 
-def test_a_run_that_goes_on_follows_its_new_number_of_steps(tmp_path: Path) -> None:
-    """steps= may change on resuming: from the first step on, the rate is that of the new schedule."""
-    options = ("optimizer.lr=0.01", "optimizer.warmup_steps=0")
-    _run(tmp_path, *options, "steps=4")
-    _run(tmp_path, *options, "steps=8")
-    rows = _rows(tmp_path)
-    assert {row["skipped"] for row in rows} == {"0"}
-    for step, steps in ((3, 4), (4, 8), (7, 8)):
-        expected = 0.005 * (1 + math.cos(math.pi * step / steps))
-        assert float(rows[step]["lr"]) == pytest.approx(expected, rel=1e-12)
-
-
 def test_a_training_step_reads_nothing_on_the_host(tmp_path: Path) -> None:
     """Neither the schedule nor the log waits for the device: no host read from the second step on."""
     with Runtime(threads=1) as runtime:
@@ -147,28 +134,3 @@ def test_skipped_steps_name_their_gradients(tmp_path: Path) -> None:
     assert named == {(int(row["step"]), float(row["scale"])) for row in _rows(tmp_path) if row["skipped"] == "1"}
     assert {row["step"] for row in rows} == {0, 1, 2, 3}
     assert sum(row["origin"] for row in rows) == 4
-
-
-def test_watched_runs_name_the_module(tmp_path: Path) -> None:
-    """With watch=true each row tells where inf or NaN appeared first; without, nobody knows. The losses were finite."""
-    assert _run(tmp_path, "scaler.scale=1e30", "watch=true") == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "overflows.jsonl").read_text().splitlines()]
-    assert rows
-    assert {row["module_phase"] for row in rows} == {"backward"}
-    assert all(row["module"] and row["loss_finite"] for row in rows)
-
-
-def test_an_error_has_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that fails ends the line of its progress bar, so that the error after it can be found."""
-    with Runtime(threads=1) as runtime:
-        trainer = Trainer(load_config([*TINY, f"output_dir={tmp_path}"]), runtime)
-
-        def no_data(step: int) -> Batch:
-            raise UsageError("no data")
-
-        trainer._batch = no_data  # type: ignore[method-assign]
-        with pytest.raises(UsageError):
-            trainer.run()
-        bar = capsys.readouterr().err
-        assert bar.startswith("\rrun: ")
-        assert bar.endswith("\n")
