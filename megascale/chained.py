@@ -6,6 +6,7 @@ from dataclasses import fields
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class ChainedOptimizer(MegascaleOptimizer):
             optimizer.recipe.errors = self.recipe.errors
             optimizer.recipe.overflows, optimizer.recipe.observers = self.recipe.overflows, self.recipe.observers
         for member in members:
-            member.chain = self.recipe
+            member.chain = ref(self.recipe)
         if listener is not None:
             listener.attach(self.recipe.overflows)
         super().__init__(self.param_groups, {})

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megascale.debug.gradients import remove_hooks, weakly
 from megascale.errors import ArgumentTypeError
-from megascale.step.non_finite_module import NonFiniteModule, TensorStatistics, announce, withdraw
+from megascale.step.non_finite_module import LIVE, NonFiniteModule, TensorStatistics
 from megascale.step.overflows import own_rank
 from megascale.utils.dtensors import to_local
 from megascale.utils.transfer import to_device_async
@@ -72,7 +72,7 @@ class ModuleWatch:
         self._model = ref(model)
         self._see_grad = weakly(self._record)
         self.clear()
-        announce(self)
+        LIVE[self] = None
         for name, module in model.named_modules():
             label = name or type(model).__name__
             see = partial(weakly(self.see_forward), label)
@@ -92,7 +92,7 @@ class ModuleWatch:
 
     def remove(self) -> None:
         """Remove the hooks. What was seen stays, and later steps do not report it."""
-        withdraw(self)
+        LIVE.pop(self, None)
         self._removal()
 
     # Called by a step

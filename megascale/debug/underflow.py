@@ -106,7 +106,7 @@ class UnderflowMeter(StepObserver):
 
     def _refuse_member(self) -> None:
         """Raise UsageError if a chain steps this optimizer: hooks of its own ``step()`` never run."""
-        if self._recipe.members[0].chain not in (None, self._recipe):
+        if self._recipe.members[0].chain() not in (None, self._recipe):
             names = [param.name for member in self._recipe.members for param in member.main_params]
             raise UsageError(
                 f"the optimizer of {listed(names)} is a member of a ChainedOptimizer, whose step() an UnderflowMeter "

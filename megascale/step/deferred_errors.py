@@ -16,7 +16,7 @@ from megascale.host_view import HostView, known_values
 from megascale.kernels import Statistic, stats_dtype
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
-from megascale.step.consensus import Consensus
+from megascale.step.consensus import Consensus, StepFacts
 from megascale.step.update import OverflowFlags
 from megascale.utils.dtensors import to_local
 from megascale.utils.graph_capture import is_capturing
@@ -65,17 +65,17 @@ class DeferredErrors:
         """Forget statistics that the host has not read yet; called for a step that is dropped."""
         self._view.flush()
 
-    def as_statistic(self, error: Exception | None, vote: int) -> Tensor:
+    def as_statistic(self, error: Exception | None, facts: StepFacts | None) -> Tensor:
         """Return this rank's number of errors, 0-d, for the statistics vector: not 0 in sum if a rank has one.
 
         Args:
             error: found in this step.
-            vote: this rank's number for what ranks must do alike.
+            facts: what ranks must do alike; None with an error: this rank then does nothing that others could do alike.
         """
         if error is not None and self.consensus.is_alone:
             raise error
         self._error = self._error or error
-        count = (self._error is not None) + vote
+        count = (self._error is not None) + (0 if self.consensus.is_alone else self.consensus.vote(facts))
         return self._num_overflowed + count if count else self._num_overflowed
 
     def raise_agreed(self, vector: Tensor) -> list[float] | None:

@@ -90,7 +90,7 @@ class Holders:
         if getattr(param, "shared", False):
             return GradWeight(0.0, 0.0, 0.0)
         mesh_ranks: frozenset[int] = frozenset()
-        replicas = _Replicas()
+        num_replicas, index = 1, 0  # ranks that hold the same gradient and are compared, and which of them this one is
         if is_dtensor(param):
             mesh = param.device_mesh
             mesh_ranks = frozenset(mesh.mesh.flatten().tolist())
@@ -101,24 +101,26 @@ class Holders:
                 )
             for dim, placed in enumerate(param.placements):
                 if placed.is_replicate():
-                    replicas = replicas.times(mesh.size(dim), (mesh.get_coordinate() or [0] * mesh.ndim)[dim])
+                    size, place = mesh.size(dim), (mesh.get_coordinate() or [0] * mesh.ndim)[dim]
+                    num_replicas, index = num_replicas * size, index * size + place
         # Data-parallel ranks that the mesh does not span hold the same, too: of a plain parameter all of them. Where it
         # spans them, as in FSDP2, placements have said already which hold the same.
         holders = ranks_of(data.replicate if self._sharded else data.holders) & self._stats
         copies = self._num_copies(holders, mesh_ranks)
         if len(holders & mesh_ranks) <= 1 < len(holders):
-            replicas = replicas.times(len(holders), sorted(holders).index(dist.get_rank()))
-            copies = 1.0
+            size, place = len(holders), sorted(holders).index(dist.get_rank())
+            num_replicas, index, copies = num_replicas * size, index * size + place, 1.0
         # Likewise of tensor-parallel ranks, which have a contrast of their own beside this one, see GradWeight.
         tensor = self._tensor_copies(param)
-        tensor_replicas = _Replicas()
+        size, place = 1, 0
         if len(tensor & mesh_ranks) <= 1 < len(tensor):
-            tensor_replicas = _Replicas(len(tensor), sorted(tensor).index(dist.get_rank()))
+            size, place = len(tensor), sorted(tensor).index(dist.get_rank())
         else:
             copies *= self._num_copies(tensor, mesh_ranks)
-        every = replicas.times(tensor_replicas.num_ranks, tensor_replicas.index)
-        share = 1.0 / (every.num_ranks * copies)
-        return GradWeight(share, share * every.coefficient, share * tensor_replicas.coefficient)
+        num_replicas, index = num_replicas * size, index * size + place
+        share = 1.0 / (num_replicas * copies)
+        contrast, tensor_contrast = contrast_coefficients(num_replicas)[index], contrast_coefficients(size)[place]
+        return GradWeight(share, share * contrast, share * tensor_contrast)
 
     def replica_sets(self, param: nn.Parameter) -> dict[str, frozenset[int]]:
         """Return the ranks that hold the gradient as this rank does, by what they are called."""
@@ -138,23 +140,6 @@ class Holders:
     def _num_copies(self, group: frozenset[int], mesh_ranks: frozenset[int]) -> float:
         """Return the number of copies of the parameter in ``group``; a DTensor's own mesh holds one copy in all."""
         return max(1, len(group)) / max(1, len(group & mesh_ranks))
-
-
-@dataclass(frozen=True)
-class _Replicas:
-    """Ranks that hold the same gradient and are compared, and which of them this rank is."""
-
-    num_ranks: int = 1
-    index: int = 0
-
-    @property
-    def coefficient(self) -> float:
-        """This rank's of :func:`contrast_coefficients`."""
-        return contrast_coefficients(self.num_ranks)[self.index]
-
-    def times(self, size: int, index: int) -> "_Replicas":
-        """Return the replicas if each of these has ``size`` copies, of which this rank is the one at ``index``."""
-        return _Replicas(self.num_ranks * size, self.index * size + index)
 
 
 @dataclass(frozen=True)

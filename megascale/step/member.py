@@ -1,8 +1,9 @@
 """StepMember: one optimizer's part in a step. It measures its gradients, and updates its parameters as decided."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from weakref import ReferenceType, WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -50,6 +51,8 @@ class StepMember:
 
     Attributes:
         ready: a step that is decided and not yet taken.
+        chain: returns the recipe of the newest ChainedOptimizer that steps this member with others, which is a weak
+            reference; None where there is none.
         is_lent: whether the wrapped optimizer holds its main params just now, outside of a step.
         grads: what collects its gradients.
         captured: steps of it that graphs hold.
@@ -91,21 +94,12 @@ class StepMember:
         self.ready: ReadyStep | None = None
         self.is_lent = False
         self.captured: WeakSet[CapturedStep] = WeakSet()
-        self._chain: ReferenceType[object] | None = None
+        self.chain: Callable[[], object | None] = lambda: None
         self.unverified_params: dict[str, nn.Parameter] = {}
         self._compares = grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ
         self.grads = ReadyGrads(
             groups, device, grad_sync, sharded=main_params.is_sharded, replicas_may_differ=replicas_may_differ
         )
-
-    @property
-    def chain(self) -> object | None:
-        """The recipe of the newest ChainedOptimizer that steps this member with others; None where there is none."""
-        return None if self._chain is None else self._chain()
-
-    @chain.setter
-    def chain(self, recipe: object) -> None:
-        self._chain = ref(recipe)
 
     # Before the decision
 

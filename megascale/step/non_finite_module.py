@@ -75,26 +75,16 @@ class WatchedModules(Protocol):
         """Return what was seen since the last call, without waiting for the device."""
 
 
-_live: WeakKeyDictionary[WatchedModules, None] = WeakKeyDictionary()
-"""In the order in which they were announced."""
-
-
-def announce(watch: WatchedModules) -> None:
-    """Let the steps of optimizers of the watched model's parameters take what ``watch`` sees, while it is alive."""
-    _live[watch] = None
-
-
-def withdraw(watch: WatchedModules) -> None:
-    """End what :func:`announce` began."""
-    _live.pop(watch, None)
+LIVE: WeakKeyDictionary[WatchedModules, None] = WeakKeyDictionary()
+"""Watches, oldest first: steps of optimizers of the watched model's parameters take what they see."""
 
 
 def take(params: Callable[[], Iterable[Tensor]]) -> list[ModuleEvents]:
     """Return what live watches of a model saw since the last step. ``params``: returns an optimizer's; asked rarely."""
-    if not _live:
+    if not LIVE:
         return []
     ids = {id(param) for param in params()}
-    return [watch.take() for watch in _live if watch.has_param_of(ids)]
+    return [watch.take() for watch in LIVE if watch.has_param_of(ids)]
 
 
 def first_module(found: Iterable[NonFiniteModule | None]) -> NonFiniteModule | None:

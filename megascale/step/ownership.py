@@ -21,9 +21,9 @@ def check_unwrapped(inner: torch.optim.Optimizer) -> None:
 
     A wrapper that only a reference cycle keeps counts as dropped.
     """
-    if _wrapper_of(inner) is not None:
+    if inner in _wrappers:
         gc.collect()
-    wrapper = _wrapper_of(inner)
+    wrapper = _wrappers[inner]() if inner in _wrappers else None
     if wrapper is not None:
         raise ArgumentError(
             f"optimizer ({type(inner).__name__}) is wrapped by a {type(wrapper).__name__} already, and two would keep "
@@ -62,8 +62,3 @@ def scaler_conflict(
         "scale that the other's loss was scaled by; step them as one with ChainedOptimizer([...]), or give each a "
         "scaler of its own (or delete the optimizer that you no longer use)"
     )
-
-
-def _wrapper_of(inner: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    known = _wrappers.get(inner)
-    return None if known is None else known()

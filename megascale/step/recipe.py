@@ -426,10 +426,10 @@ class StepRecipe:
 
     def _in_a_chain(self) -> UsageError | None:
         """Return an error if another recipe, a chain's, steps these members with others, which would be left behind."""
-        if all(member.chain in (None, self) for member in self.members):
+        if all(member.chain() in (None, self) for member in self.members):
             return None
         gc.collect()  # a chain that only a reference cycle keeps counts as dropped
-        others = [member for member in self.members if member.chain not in (None, self)]
+        others = [member for member in self.members if member.chain() not in (None, self)]
         if not others:
             return None
         return UsageError(
@@ -489,12 +489,11 @@ class StepRecipe:
             collected = [member.collect() for member in self.members]
         with span("measure"):
             error = next((own.error for own in collected if own.error is not None), error)
-            vote = 0
-            if not self.errors.consensus.is_alone:
-                # A rank that has an error does nothing that others could do alike.
-                now = collected, self.clip_grad, self.grad_scaler, self.errors.times_replaced, call
-                vote = self.errors.consensus.vote(None if error is not None else self._facts.of_step(*now))
-            errors, stats = self.errors.as_statistic(error, vote), []
+            facts = None
+            if not self.errors.consensus.is_alone and error is None:
+                count, scaler = self.errors.times_replaced, self.grad_scaler
+                facts = self._facts.of_step(collected, self.clip_grad, scaler, count, call)
+            errors, stats = self.errors.as_statistic(error, facts), []
             for member, own in zip(self.members, collected, strict=True):
                 stats.append(member.measure(own, errors, scaled))
                 # Counted once, however many members this rank has: ranks' numbers are to cancel.

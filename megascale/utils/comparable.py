@@ -42,20 +42,22 @@ def comparable(value: Any) -> Any:
 
 def number_in(value: Tensor) -> float | str:
     """Return the number that a tensor holds in host memory; else where it is, as the host must not wait."""
-    if value.device.type == "cpu" and value.numel() == 1:
-        try:
-            return float(value.detach().double().numpy().reshape(()))
-        except (RuntimeError, TypeError):  # a tensor without memory of its own, such as a fake one
-            pass
-    return f"a tensor on {value.device.type}"
+    numbers = _read(value)
+    if numbers is None or value.numel() != 1:
+        return f"a tensor on {value.device.type}"
+    return float(numbers.reshape(()))
 
 
 def _of_tensor(value: Tensor) -> str:
-    told = f"a tensor of shape {tuple(value.shape)} on {value.device.type}"
-    if value.device.type == "cpu":
-        try:
-            exact = value.detach().to(torch.complex128 if value.is_complex() else torch.float64).numpy()
-        except (RuntimeError, TypeError):  # as above
-            return told
-        return f"{told} of digest {blake2b(exact.tobytes(), digest_size=8).hexdigest()}"
-    return told
+    numbers, told = _read(value), f"a tensor of shape {tuple(value.shape)} on {value.device.type}"
+    return told if numbers is None else f"{told} of digest {blake2b(numbers.tobytes(), digest_size=8).hexdigest()}"
+
+
+def _read(value: Tensor) -> Any:
+    """Return a tensor's values exactly, as an array; None where they are not in host memory."""
+    if value.device.type != "cpu":
+        return None
+    try:
+        return value.detach().to(torch.complex128 if value.is_complex() else torch.float64).numpy()
+    except (RuntimeError, TypeError):  # a tensor without memory of its own, such as a fake one
+        return None
