@@ -1,6 +1,8 @@
 """What ``repr()`` says of an optimizer. Nothing is read from a device, synchronised between ranks, or changed."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,7 +58,7 @@ def described(
         lines += [
             f"Parameter Group {index}",
             f"{_INDENT}params: {count(len(group['params']), 'tensor')}",
-            *(f"{_INDENT}{key}: {_option(group[key])}" for key in options),
+            *(f"{_INDENT}{key}: {_shown(group[key])}" for key in options),
         ]
     return "\n".join([*lines, ")"])
 
@@ -79,12 +81,12 @@ def summary(
     )
 
 
-def _clipping(clip_grad: float) -> str:
-    return f"clips gradients to norm {clip_grad}" if clip_grad else "does not clip gradients"
-
-
 def _params(member: StepMember) -> list[nn.Parameter]:
     return [param for group in member.optimizer.param_groups for param in group["params"]]
+
+
+def _clipping(clip_grad: float) -> str:
+    return f"clips gradients to norm {clip_grad}" if clip_grad else "does not clip gradients"
 
 
 def _has_16_bits(member: StepMember) -> bool:
@@ -92,29 +94,25 @@ def _has_16_bits(member: StepMember) -> bool:
 
 
 def _parameters(member: StepMember) -> str:
-    params = _params(member)
-    numels: dict[str, int] = {}
+    params, numels = _params(member), Counter[str]()
     for param in params:
         if param.requires_grad:
-            numels[dtype_name(param.dtype)] = numels.get(dtype_name(param.dtype), 0) + param.numel()
+            numels[dtype_name(param.dtype)] += param.numel()
     frozen = sum(not param.requires_grad for param in params)
     parts = [f"{numel:,} in {dtype}" for dtype, numel in numels.items()] or ["none are trained"]
-    parts += [f"{count(frozen, 'tensor')} frozen"] if frozen else []
-    parts += ["DTensors"] if any(map(is_dtensor, params)) else []
+    parts += [f"{count(frozen, 'tensor')} frozen"] * bool(frozen) + ["DTensors"] * any(map(is_dtensor, params))
     return ", ".join(parts)
 
 
 def _main_params(member: StepMember, groups: ParallelGroups) -> str:
     mains = member.main_params
+    form = "16-bit remainders beside the weights" if mains.stores_remainders else "float32"
     if not _has_16_bits(member):
         form = "none, as no parameter has 16 bits"
-    else:
-        form = "16-bit remainders beside the weights" if mains.stores_remainders else "float32"
-    shards = group_size(groups.data_shard)
     if not mains.is_sharded:
         return form
     unit = "whole parameters" if isinstance(mains, OwnedMainParams) else "elements"
-    return f"{form}, with the state in {count(shards, 'shard')} of {unit}"
+    return f"{form}, with the state in {count(group_size(groups.data_shard), 'shard')} of {unit}"
 
 
 def _ranks(groups: ParallelGroups) -> str:
@@ -130,19 +128,13 @@ def _ranks(groups: ParallelGroups) -> str:
 def _held(member: StepMember) -> str:
     # An fp32 model param is its own main param.
     mains = sum(to_local(param.memory).nbytes for param in member.main_params if param.is_copy)
-    state = sum(
-        to_local(value).nbytes
-        for entries in member.optimizer.state.values()
-        if isinstance(entries, Mapping)
-        for value in entries.values()
-        if isinstance(value, Tensor)
-    )
+    entries = filter(lambda own: isinstance(own, Mapping), member.optimizer.state.values())
+    values = chain.from_iterable(own.values() for own in entries)
+    state = sum(to_local(value).nbytes for value in values if isinstance(value, Tensor))
     where = ", in host memory until reload()" if member.main_params.residence.is_away else ""
     return f"{size(mains + state)} (main params {size(mains)}, optimizer state {size(state)}){where}"
 
 
-def _option(value: Any) -> str:
+def _shown(option: Any) -> str:
     """Return an option as text: of a tensor on a device, such as a learning rate that a schedule writes, its place."""
-    if isinstance(value, Tensor) and value.device.type != "cpu":
-        return f"<on {value.device}>"
-    return str(value)
+    return f"<on {option.device}>" if isinstance(option, Tensor) and option.device.type != "cpu" else str(option)

@@ -24,7 +24,7 @@ import gc
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 
 import torch
@@ -154,7 +154,7 @@ class StepRecipe:
 
         It is there on all ranks, or on none: a step that is decided exchanges no statistics again.
         """
-        if self._is_prepared():
+        if self.decision is not None:
             return self.apply()
         self.prepare(error)
         return self._take(self._ready(_UNPREPARED))
@@ -166,7 +166,7 @@ class StepRecipe:
         self._check_surroundings()
         error = self._in_a_chain() or error
         scaler, scaled = self._grad_scaler, self._is_loss_scaled()
-        if self._is_prepared():
+        if self.decision is not None:
             error = error or UsageError(
                 "prepare_grads() has measured these gradients already, and updated the loss scale: take the step that "
                 "it decided with step_with_ready_grads() or step(), or call optimizer.zero_grad() before the next "
@@ -174,11 +174,8 @@ class StepRecipe:
             )
         if not scaled and self.errors.consensus.is_alone:
             error = error or unscaled_loss_error()
-        # From here to raise_agreed() an error is counted, never raised: the other ranks wait for this one in agree().
-        collected, stats = self._measure(error, scaled=scaled)
-        with span("agree"):
-            if not self.errors.consensus.is_alone:
-                stats = grad_stats.agree(stats, self.groups)
+        # In here an error is counted, never raised: the other ranks wait for this one.
+        collected, stats = self._measure_and_agree(error, scaled=scaled)
         with span("decide"):
             overflow, decision = self._decide(stats)
         # Before the loss scale changes: a step that is refused here leaves it as it was.
@@ -216,14 +213,11 @@ class StepRecipe:
             self.clip_grad = own
         return decision.grad_norm
 
-    def _is_prepared(self) -> bool:
-        return all(member.ready is not None for member in self.members)
-
     @property
     def decision(self) -> Decision | None:
-        """What :meth:`prepare` decided, until :meth:`apply`; else None."""
-        ready = self.members[0].ready
-        return None if ready is None else ready.decision
+        """What :meth:`prepare` decided, until :meth:`apply`; else None, also where a member's step was dropped."""
+        decisions = [member.ready.decision for member in self.members if member.ready is not None]
+        return decisions[0] if len(decisions) == len(self.members) else None
 
     def clip_values_(self, max_value: float) -> None:
         """Clamp every unscaled, norm-clipped gradient of a ready step to [-max_value, max_value], still scaled."""
@@ -255,8 +249,9 @@ class StepRecipe:
             self.errors.record_overflows(self._apply_members(ready))
         for member in self.members:  # a captured step on the device only: the host counts its replays
             member.counter.count(decision.found_inf, on_host=not is_capturing(member.device))
-        with span("gather"):
-            self._end_step()
+        with span("gather"):  # or start the gather that modules wait for
+            for member in self.members:
+                member.main_params.end_step()
         self.errors.raise_local()
         self.last_result = _result(decision)
         return self.last_result
@@ -300,9 +295,7 @@ class StepRecipe:
                 require_lendable(member, with_grads=True)
         except UsageError as caught:
             error = error or caught
-        collected, stats = self._measure(error, scaled=scaled, call="main_grads()")
-        if not self.errors.consensus.is_alone:
-            stats = grad_stats.agree(stats, self.groups)
+        collected, stats = self._measure_and_agree(error, scaled=scaled, call="main_grads()")
         agreed = self.errors.raise_now(stats.vector)
         if not has_only_zeros(agreed):  # no gradient at all has every scale
             self._require_sound(agreed, zip((own.params for own in collected), stats.sum_squares, strict=True))
@@ -333,8 +326,8 @@ class StepRecipe:
 
         This compiles and loads kernels and creates buffers, which is impossible while a graph is captured.
         """
-        collected, stats = self._measure(None, scaled=True)
-        _, decision = self._decide(grad_stats.agree(stats, self.groups))
+        collected, stats = self._measure_and_agree(None, scaled=True)
+        _, decision = self._decide(stats)
         skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
         if self.grad_scaler is not None:
             self.grad_scaler.rehearse(skip.found_inf)
@@ -342,7 +335,7 @@ class StepRecipe:
         self.errors.rehearse(self._apply_members(ready))
         for member in self.members:
             member.counter.count(torch.zeros_like(skip.found_inf), on_host=False)
-        self._end_step()
+            member.main_params.end_step()
         _result(skip)
 
     def memory_layout(self) -> list[object]:
@@ -481,10 +474,10 @@ class StepRecipe:
             raise error
         self._has_trained = True
 
-    def _measure(
+    def _measure_and_agree(
         self, error: Exception | None, *, scaled: bool, call: str = "step()"
     ) -> tuple[list[Collected], GradStats]:
-        """Return what each member will update, and this rank's statistics of all of it."""
+        """Return what each member will update, and statistics of all of it: all ranks' vector, this rank's counts."""
         with span("finish"):
             collected = [member.collect() for member in self.members]
         with span("measure"):
@@ -493,12 +486,15 @@ class StepRecipe:
             if not self.errors.consensus.is_alone and error is None:
                 count, scaler = self.errors.times_replaced, self.grad_scaler
                 facts = self._facts.of_step(collected, self.clip_grad, scaler, count, call)
-            errors, stats = self.errors.as_statistic(error, facts), []
-            for member, own in zip(self.members, collected, strict=True):
-                stats.append(member.measure(own, errors, scaled))
-                # Counted once, however many members this rank has: ranks' numbers are to cancel.
-                errors = self.errors.no_errors
-        return collected, stats[0] if len(stats) == 1 else grad_stats.combined(stats)
+            # Counted once, however many members this rank has: ranks' numbers are to cancel.
+            errors = chain([self.errors.as_statistic(error, facts)], repeat(self.errors.no_errors))
+            of_members = zip(self.members, collected, strict=True)
+            measured = [member.measure(own, next(errors), scaled) for member, own in of_members]
+            stats = measured[0] if len(measured) == 1 else grad_stats.combined(measured)
+        with span("agree"):
+            if not self.errors.consensus.is_alone:
+                stats = grad_stats.agree(stats, self.groups)
+        return collected, stats
 
     def _decide(self, stats: GradStats) -> tuple[Decision, Decision]:
         """Return two decisions: as overflows alone make it, for the scaler, and the step's.
@@ -546,11 +542,6 @@ class StepRecipe:
         if len(ready) < len(self.members):
             raise UsageError(without)
         return ready
-
-    def _end_step(self) -> None:
-        """Gather model params, or start the gather that modules wait for."""
-        for member in self.members:
-            member.main_params.end_step()
 
 
 def _result(decision: Decision) -> StepResult:
