@@ -13,11 +13,9 @@ from torch import Tensor
 
 from megascale.kernels.compact_moments import (
     GROUP,
-    decode_moments,
     decode_quotient,
     decode_root,
     dither,
-    encode_moments,
     encode_quotient,
     encode_root,
     exact_root,
@@ -142,25 +140,6 @@ def test_quotients_between_two_codes_are_held_right_on_average() -> None:
     assert ((torch.stack(held).double().mean(0) - quotients).abs() < 0.02).all()
 
 
-@pytest.mark.parametrize("beta1", [0.9, 0.99, pytest.param(0.999, marks=pytest.mark.slow)])
-def test_first_moments_follow_their_gradients(beta1: float) -> None:
-    """Beside one that stays the largest: of a gradient that has changed its sign, and of one that has ended.
-
-    A moment that was rounded to the nearest code would stay at beta1 0.99 and more.
-    """
-    gradients = torch.ones(GROUP)
-    gradients[1::2] *= 0.5
-    root, exact = torch.ones(GROUP), gradients.clone()
-    dtypes = {"exp_avg": torch.int8, "exp_avg_sq": torch.float32}
-    state = encode_moments(exact, root, dtypes, 0, torch.tensor(0.0))
-    gradients[1:16], gradients[16:] = -gradients[1:16], 0.0
-    for step in range(1, int(12 / (1 - beta1))):
-        exp_avg = beta1 * decode_moments(state)["exp_avg"] + (1 - beta1) * gradients
-        exact = beta1 * exact + (1 - beta1) * gradients
-        state = encode_moments(exp_avg, root, dtypes, 0, torch.tensor(float(step)))
-    assert ((decode_moments(state)["exp_avg"] - exact).abs() < 2.5 / 127).all()
-
-
 def test_the_least_quotient_is_held() -> None:
     """A group whose largest quotient is 2**-100 has a scale; one whose largest is smaller is held as zeros."""
     least = torch.full((GROUP,), 2.0**-100)
@@ -227,45 +206,6 @@ def test_codes_that_were_set_to_zero_stand_for_zeros() -> None:
         assert torch.equal(after[:32], before[:32])
         assert torch.equal(after[64:300], before[64:300])
         assert (after[300:] > 0).all()  # beside codes that are not 0, the lowest is the floor
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("period", [5, 13, 21])
-def test_gradients_that_repeat_leave_no_bias(period: int) -> None:
-    """The mean of second moments is right within 3 % where batches come in one order again and again.
-
-    A dither that rises evenly for ever takes the same few values at each of these gradients, and is 6 to 12 % off.
-    """
-    generator = torch.Generator().manual_seed(period)
-    sizes = torch.exp(torch.randn(512, generator=generator))
-    gradients = torch.randn(period, 512, generator=generator) * sizes
-    dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.uint8}
-    exact, zeros, errors = torch.zeros(512, dtype=torch.float64), torch.zeros(512), []
-    state = encode_moments(zeros, zeros, dtypes, 0, torch.tensor(0.0))
-    for step in range(1, 4001):
-        square = gradients[step % period].square()
-        exact = 0.999 * exact + 0.001 * square.double()
-        state = encode_moments(
-            zeros, 0.999 * decode_moments(state)["exp_avg_sq"] + 0.001 * square, dtypes, 0, torch.tensor(float(step))
-        )
-        if step > 2000:
-            errors.append((decode_moments(state)["exp_avg_sq"].double() / exact - 1).mean())
-    assert abs(torch.stack(errors).mean()) < 0.03
-
-
-@pytest.mark.parametrize("second", [torch.uint8, torch.float32])
-def test_what_is_held_is_held_again(second: torch.dtype) -> None:
-    """Decoded moments are encoded as the same numbers, at any step, where the group spans fewer codes than 255."""
-    generator = torch.Generator().manual_seed(0)
-    first, square = torch.randn(7, 11, generator=generator), torch.rand(7, 11, generator=generator) + 0.1
-    dtypes = {"exp_avg": torch.int8, "exp_avg_sq": second}
-    once = decode_moments(encode_moments(first, square, dtypes, 0, torch.tensor(1.0)))
-    again = decode_moments(encode_moments(once["exp_avg"], once["exp_avg_sq"], dtypes, 0, torch.tensor(2.0)))
-    assert once["exp_avg"].shape == (7, 11)
-    assert torch.equal(once["exp_avg_sq"], again["exp_avg_sq"])
-    assert torch.allclose(once["exp_avg"], again["exp_avg"], rtol=1e-6)
-    assert (once["exp_avg_sq"] / square - 1).abs().max() < (2.0**-5 if second == torch.uint8 else 2.0**-23)
-    assert (once["exp_avg"] - first).abs().max() < 0.04
 
 
 def test_held_bytes_and_roots() -> None:

@@ -1,8 +1,6 @@
 """From agreed statistics to a decision, and from a decision to the next scale: each backend against host numbers."""
 
-import copy
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -193,23 +191,3 @@ def test_any_form_of_found_inf(backend: Backend, found_inf: Tensor | float) -> N
     scaler = _scaler(backend, 1024.0)
     scaler.update(torch.as_tensor(found_inf))
     assert scaler.scale.tolist() == [512.0]
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
-def test_scaler_is_copied_without_its_kernels(copied: object) -> None:
-    """A scaler that an optimizer has given a backend can be copied and pickled; the copy goes on by itself."""
-    assert callable(copied)
-    scaler = _scaler(select_backend("native"), 1024.0)
-    other = copied(scaler)
-    other.update(True)
-    assert (scaler.scale.item(), other.scale.item()) == (1024.0, 512.0)
-
-
-def test_a_decision_stays_on_its_device_and_needs_all_statistics() -> None:
-    """No copy is made where none is needed; a vector without one of the statistics is refused."""
-    reference = select_backend("reference")
-    decision = reference.decide(torch.ones(len(Statistic), dtype=torch.float64), None, 0.0)
-    assert decision.to(torch.device("cpu")) is decision
-    with pytest.raises(ValueError, match="zip"):
-        reference.decide(torch.ones(len(Statistic) - 1, dtype=torch.float64), None, 0.0)

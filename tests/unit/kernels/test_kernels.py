@@ -3,7 +3,6 @@
 import importlib.util
 import math
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -14,11 +13,10 @@ from megascale.errors import ArgumentError, MainParamOverflowError, UsageError
 from megascale.kernels import Backend, Decision, select_backend
 from megascale.lion import Lion
 from tests.counting import OperatorCounter
-from tests.training import INNER, Bag, Inner, Sign, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot
+from tests.training import INNER, Bag, Inner, bits_equal, constant, grad_of, model, same_bits, set_grads, snapshot
 
 BACKENDS = ["reference", "torch", "native"]
 # Triton's interpreter takes minutes over these.
-LATER = [*BACKENDS[1:], "triton"]
 ALL = [*BACKENDS, pytest.param("triton", marks=pytest.mark.slow)]
 SHAPES = [(3,), (0,), (1,), (), (5, 7), (2, 3, 4), (300_000,), (70, 0, 2)]
 
@@ -78,21 +76,22 @@ def test_fp16_norm_does_not_overflow(name: str) -> None:
     assert stats.zeros is None
 
 
-@pytest.mark.default("reference-adamw_fused-dtype0", "reference-adamw_foreach-dtype2", "reference-sgd-dtype10")
-@pytest.mark.parametrize(("inner", "dtype"), list(product(INNER, [torch.float16, torch.bfloat16])))
-@pytest.mark.parametrize("name", ["reference", *LATER])
-def test_update_follows_torch_optim_on_fp32(name: str, inner: str, dtype: torch.dtype) -> None:
+@pytest.mark.default("adamw_fused-dtype0", "sgd-dtype5")
+@pytest.mark.parametrize(
+    ("inner", "dtype"), [*((inner, torch.float16) for inner in INNER), ("adamw_fused", torch.bfloat16)]
+)
+def test_update_follows_torch_optim_on_fp32(inner: str, dtype: torch.dtype) -> None:
     """50 steps equal torch's own optimizer on fp32 masters fed the same gradients, to a few fp32 ulps.
 
     A few, because torch's single tensor, foreach and fused forms differ among themselves in the order of operations.
-    Other backends are compared with the reference below, and with torch's optimizers once a week.
+    Other backends are compared with the reference below.
     """
     module = model(dtype)
     masters = model(torch.float32)
     with torch.no_grad():
         for master, param in zip(masters.parameters(), module.parameters(), strict=True):
             master.copy_(param)
-    optimizer = constant(module, INNER[inner], 2.0**7, backend=name)
+    optimizer = constant(module, INNER[inner], 2.0**7, backend="reference")
     theirs = INNER[inner](masters)
     for step in range(50):
         set_grads(module, seed=step, scale=2.0**7)
@@ -159,35 +158,6 @@ def test_torchs_kernel_runs_momentum_without_dampening(dampening: float, momentu
         is_fused = any("_fused_sgd" in str(operator) for operator in counter.counts)
         assert is_fused == (backend == "torch" and dampening == 0)
     torch.testing.assert_close(*mains, rtol=1e-6, atol=1e-7)
-
-
-def test_moments_in_16_bit_travel_and_meet_others() -> None:
-    """A state dict keeps their dtype; an optimizer of other dtypes converts what it loads; step hooks see fp32."""
-    module, twin = model(), model()
-    optimizer = constant(module, INNER["adamw_fused"], 256.0, exp_avg_dtype=torch.bfloat16)
-    set_grads(module, 0, 256.0)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    assert saved["optimizer"]["state"]["head.weight"]["exp_avg"].dtype == torch.bfloat16
-    other = constant(twin, INNER["adamw_fused"], 256.0)
-    other.load_state_dict(saved)
-    loaded = other.state_dict()["optimizer"]["state"]["head.weight"]["exp_avg"]
-    assert loaded.dtype == torch.float32
-    assert bits_equal(loaded, saved["optimizer"]["state"]["head.weight"]["exp_avg"].float())
-    seen: list[set[torch.dtype]] = []
-    optimizer.optimizer.register_step_pre_hook(
-        lambda inner, *_: seen.append({state["exp_avg"].dtype for state in inner.state.values()})
-    )
-    set_grads(module, 1, 256.0)
-    optimizer.step()
-    assert seen == [{torch.float32}]
-    assert optimizer.state[module.head.weight]["exp_avg"].dtype == torch.bfloat16
-    with pytest.raises(
-        ArgumentError, match=r"exp_avg_dtype=torch.bfloat16 needs Adam, AdamW, SGD, Lion or Muon, not Sign"
-    ):
-        constant(model(), lambda m: Sign(m.named_parameters()), 256.0, exp_avg_dtype=torch.bfloat16)
-    with pytest.raises(ArgumentError, match="exp_avg_sq_dtype must be one of"):
-        OptimizerConfig(exp_avg_sq_dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -308,7 +278,7 @@ def _columns(operands: kernels.Operands) -> list[list[Tensor]]:
 @pytest.mark.parametrize(("odd", "missing"), [(False, [0, 1]), (True, [1, 2, 3])], ids=["dense", "strided"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    ("name", "held"), [*product(["reference", *LATER], [False]), ("native", True), ("triton", True)]
+    ("name", "held"), [*((name, False) for name in (*BACKENDS, "triton")), ("native", True), ("triton", True)]
 )
 def test_a_missing_gradient_leaves_its_row_alone(
     name: str, held: bool, rule: str, odd: bool, missing: list[int]
@@ -389,36 +359,6 @@ def test_gradients_are_unscaled_in_fp32(name: str, dtype: torch.dtype) -> None:
         Decision(zero, third, zero, zero),
     )
     assert bits_equal(main, grad.float() * third)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("short", ["model", "grad"])
-def test_lists_of_different_lengths_are_refused(name: str, momentum: float, short: str) -> None:
-    """A parameter must not silently be left out."""
-    columns = {key: [torch.ones(3) for _ in range(2)] for key in ("main", "model", "grad", "momentum_buffer")}
-    columns[short].pop()
-    operands = kernels.Operands(
-        columns["model"], columns["main"], columns["grad"], {"momentum_buffer": columns["momentum_buffer"]}
-    )
-    hyper, zero = kernels.SgdHyper(0.1, momentum, 0.0, 0.0, False, False), torch.zeros(())
-    with pytest.raises(ValueError, match="zip"):
-        _backend(name).sgd_(operands, hyper, Decision(zero, zero, zero, zero))
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_rate_in_a_tensor_is_the_number(name: str) -> None:
-    """On a CPU, in fp64: the same bits as with a float, not those of the rate rounded to fp32."""
-    found = []
-    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64)):
-        main = torch.linspace(-3, 5, 5000)
-        state = {key: [torch.zeros(5000)] for key in ("exp_avg", "exp_avg_sq")}
-        operands = kernels.Operands([main], [main], [torch.linspace(1, 3, 5000)], state, [torch.zeros(())])
-        one = torch.ones(())
-        hyper = kernels.AdamHyper(lr, 0.9, 0.999, 1e-8, 0.1, True, False, False)
-        _backend(name).adam_(operands, hyper, Decision(torch.zeros(()), one, one, one))
-        found.append(main)
-    assert bits_equal(*found)
 
 
 @pytest.mark.native

@@ -213,21 +213,6 @@ def test_every_half_is_widened_and_rounded_right(dtype: torch.dtype, native: Nat
     _check_conversions(native, dtype, numbers.view(torch.float32))
 
 
-@pytest.mark.slow
-@pytest.mark.native
-@pytest.mark.parametrize("native", EVERY, indirect=True)
-def test_halves_live_where_fp32_subnormals_are_flushed(native: NativeBackend) -> None:
-    """fp16's subnormals are normal numbers in fp32: torch.set_flush_denormal touches none of them, at any level."""
-    numbers = _halves().view(torch.float16).float()
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU flushes nothing")
-    try:
-        with _threads(1):
-            _check_conversions(native, torch.float16, numbers)
-    finally:
-        torch.set_flush_denormal(False)
-
-
 @pytest.mark.native
 @pytest.mark.parametrize("native", VECTORS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -336,37 +321,6 @@ def test_pairs_that_no_encoding_produces(dtype: torch.dtype, codes: bool, native
     assert all(map(bits_equal, ours.remainder, theirs.remainder))
     for name, column in ours.state.items():
         assert all(map(bits_equal, column, theirs.state[name]))
-
-
-def test_table_follows_the_operands() -> None:
-    """The same Operands with other gradients, other contents and another layout: nothing of the last call is used."""
-    native = NativeBackend()
-    operands = _operands([40, 3], torch.float16, torch.float16, {"momentum_buffer": torch.float32})
-    strided = torch.randn(80, generator=torch.Generator().manual_seed(1))[::2]
-    for grads in ([t.float() for t in operands.grad], [strided, operands.grad[1]], operands.grad):
-        operands.grad = grads
-        for momentum in (0.0, 0.5):
-            buffers = [buffer.clone() for buffer in operands.state["momentum_buffer"]]
-            steps = [grad.float() + momentum * buffer for grad, buffer in zip(grads, buffers, strict=True)]
-            expected = [main - 0.25 * step for main, step in zip(operands.main, steps, strict=True)]
-            native.sgd_(operands, SgdHyper(0.25, momentum, 0.0, 0.0, False, False), _decision(0.0, 1.0))
-            for main, wanted in zip(operands.main, expected, strict=True):
-                torch.testing.assert_close(main, wanted, rtol=1e-6, atol=1e-6)
-            for index, buffer in enumerate(operands.state["momentum_buffer"]):
-                assert bits_equal(buffer, buffers[index]) == (momentum == 0.0)
-    kept = native._kept[operands]
-    native.sgd_(operands, SgdHyper(0.25, 0.5, 0.0, 0.0, False, False), _decision())
-    assert native._kept[operands] is kept
-
-
-@pytest.mark.native
-def test_skipped_step_still_tells_what_does_not_fit_fp16() -> None:
-    """Flags are of the main params as they are, as the reference gives them, whether or not the step lands."""
-    operands = _operands([70_000, 5, 5], torch.float16, torch.float16, {"exp_avg": torch.float32})
-    operands.main[0][69_999] = 1e5
-    operands.main[2][1] = torch.nan
-    hyper = LionHyper(1e-2, 0.9, 0.99, 0.0, False)
-    assert NativeBackend().lion_(operands, hyper, _decision(found_inf=1.0)).tolist() == [True, False, True]
 
 
 def test_row_has_the_layout_of_native_c() -> None:

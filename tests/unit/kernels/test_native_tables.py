@@ -50,20 +50,6 @@ KINDS = ["main params", "codes", "remainders", "codes, remainders"]
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("kind", KINDS)
-def test_autograd_counts_the_writes(kind: str) -> None:
-    """Of kernels, and of plain tensor code for what these cannot read."""
-    native, operands = NativeBackend(), _operands(kind)
-    grads = operands.grad
-    for mixed in (False, True, False):
-        operands.grad = [_strided(grads[0]), *grads[1:]] if mixed else grads
-        before = [model._version for model in operands.model]
-        _update(operands, native)
-        after = [model._version for model in operands.model]
-        assert all(new > old for new, old in zip(after, before, strict=True))
-
-
-@pytest.mark.native
 @pytest.mark.parametrize("odd", ["gradient", "moment"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_strided_tensors_are_read_as_their_values(kind: str, odd: str) -> None:
@@ -124,13 +110,3 @@ def test_strided_gradients_are_measured_as_dense_ones(dtype: torch.dtype) -> Non
     grad = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     dense, gaps = (NativeBackend().measure([one], count_zeros=True) for one in (grad, _strided(grad)))
     assert bits_equal(dense.sum_squares, gaps.sum_squares)
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("kind", ["main params", "remainders"])
-def test_a_moment_that_is_missing_is_refused(kind: str) -> None:
-    """One for each parameter: none is left out in silence."""
-    operands = _operands(kind)
-    operands.state["exp_avg"].pop()
-    with pytest.raises(ValueError, match="zip"):
-        NativeBackend().lion_(operands, LION, LANDS)

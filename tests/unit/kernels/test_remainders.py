@@ -1,11 +1,8 @@
 """Main params as a 16-bit model param and a 16-bit remainder: the format."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megascale.kernels import HeldParams, remainders, select_backend
 
@@ -167,38 +164,3 @@ def test_what_does_not_fit_fp16_is_told_and_kept(backend: str, numbers: int) -> 
         main.zero_()
     select_backend(backend).decode_(held)
     assert all(torch.equal(one, other) for one, other in zip(mains, expected, strict=True))
-
-
-def _spread(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return elements of both signs and of sizes from those that fp16 rounds to 0 up."""
-    generator = torch.Generator().manual_seed(numel)
-    sizes = torch.exp(4 * torch.randn(numel, generator=generator) - 4)
-    return (sizes * torch.randn(numel, generator=generator)).to(dtype)
-
-
-class Launches(TorchDispatchMode):
-    """Counts operators that read or write elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count it unless it returns views."""
-        self.count += not (func.is_view or func.overloadpacket is torch.ops.aten._unsafe_view)
-        return func(*args, **(kwargs or {}))
-
-
-def test_more_small_params_take_no_more_operators() -> None:
-    """They are encoded together: 3 or 300 of odd and even lengths."""
-    counts = []
-    for number in (3, 300):
-        mains = [_spread(index % 7, torch.float32) for index in range(number)]
-        models = [main.half() for main in mains]
-        remainder = [torch.zeros_like(model, dtype=torch.int16) for model in models]
-        held = HeldParams(models, remainder, mains)
-        with Launches() as launches:
-            select_backend("reference").encode_(held, torch.zeros(()))
-        assert all(torch.equal(one, main.half()) for one, main in zip(models, mains, strict=True))
-        counts.append(launches.count)
-    assert counts[0] == counts[1]

@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from megascale.errors import ArgumentError, UsageError
-from megascale.kernels import AdamHyper, Operands, ReferenceBackend, SgdHyper
+from megascale.kernels import ReferenceBackend, SgdHyper
 from megascale.kernels.triton.backend import TritonBackend
-from tests.counting import OperatorCounter
 from tests.training import bits_equal
 from tests.unit.kernels.triton_cases import (
     BRAIN,
@@ -27,11 +23,9 @@ from tests.unit.kernels.triton_cases import (
     DEVICE,
     HALF,
     HYPERS,
-    ROWS,
     SINGLE,
     Row,
     decision_of,
-    everything,
     operands_of,
     same_operands,
     set_grads,
@@ -99,77 +93,6 @@ def test_skipped_step_writes_nothing(name: str) -> None:
         assert not same_operands(before, operands)
 
 
-@st.composite
-def _views(draw: st.DrawFn) -> tuple[int, int, torch.dtype, torch.dtype, torch.dtype, bool]:
-    numel = draw(st.one_of(st.integers(0, 40), st.sampled_from([CHUNK - 1, CHUNK, CHUNK + 16, 3 * CHUNK + 1])))
-    offset = draw(st.integers(0, 17))
-    grad, model, state = (draw(st.sampled_from([HALF, BRAIN, SINGLE])) for _ in range(3))
-    return numel, offset, grad, model, state, draw(st.booleans())
-
-
-def _in_buffers(
-    views: list[tuple[int, int, torch.dtype, torch.dtype, torch.dtype, bool]],
-) -> tuple[Operands, list[Tensor]]:
-    """Return operands that are views into larger buffers, of every second element where asked, and the buffers."""
-    generator = torch.Generator().manual_seed(len(views))
-    grads: list[Tensor] = []
-    operands, buffers = Operands(grad=grads, state={"exp_avg": [], "exp_avg_sq": []}), []
-    for numel, offset, grad, model, state, strided in views:
-        made = []
-        for dtype in (SINGLE, model, grad, state, state):
-            buffer = torch.rand(2 * numel + offset + 20, generator=generator).to(DEVICE, dtype)
-            buffers.append(buffer)
-            made.append(buffer[offset : offset + 2 * numel : 2] if strided else buffer[offset : offset + numel])
-        for column, tensor in zip((operands.main, operands.model, grads, *operands.state.values()), made, strict=True):
-            column.append(tensor)
-        operands.step.append(torch.full((), 3.0, device=DEVICE))
-    return operands, buffers
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(_views(), min_size=1, max_size=4))
-def test_any_shape_dtype_and_alignment(
-    views: list[tuple[int, int, torch.dtype, torch.dtype, torch.dtype, bool]],
-) -> None:
-    """An update of views at any offset has the reference's bits; no bit next to a view changes. Counts are exact."""
-    hyper = AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False)
-    (ours, our_buffers), (theirs, their_buffers) = _in_buffers(views), _in_buffers(views)
-    backend, reference = TritonBackend(), ReferenceBackend()
-    stats, exact = backend.measure(ours.grad, True), reference.measure(theirs.grad, True)
-    assert stats.zeros is not None
-    assert exact.zeros is not None
-    assert torch.equal(stats.zeros, exact.zeros)
-    assert torch.equal(stats.non_finite, exact.non_finite)
-    # fp32 within a chunk of 64 elements: at most 63 roundings of 6e-8, and pairwise sums make fewer
-    torch.testing.assert_close(stats.sum_squares, exact.sum_squares, rtol=1e-6, atol=0)
-    flags = backend.adam_(ours, hyper, decision_of())
-    assert torch.equal(flags, reference.adam_(theirs, hyper, decision_of()))
-    for left, right in zip([*our_buffers, *ours.step], [*their_buffers, *theirs.step], strict=True):
-        assert bits_equal(left, right)
-
-
-def test_statistics_across_chunks_repeat_bitwise() -> None:
-    """Counts are exact, sums are within fp32, empty and fp64 gradients have their place, and bits repeat."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = [5 * CHUNK + 3, 0, 1, CHUNK, 33, 2 * CHUNK + 16]
-    dtypes = [HALF, HALF, BRAIN, SINGLE, torch.float64, BRAIN]
-    grads = [torch.randn(n, generator=generator).to(DEVICE, d) for n, d in zip(sizes, dtypes, strict=True)]
-    grads[0][::3], grads[3][5:9], grads[4][0] = 0, 0, 0
-    exact = ReferenceBackend().measure(grads, True)
-    stats = TritonBackend().measure(grads, True)
-    assert stats.zeros is not None
-    assert exact.zeros is not None
-    assert torch.equal(stats.zeros, exact.zeros)
-    torch.testing.assert_close(stats.sum_squares, exact.sum_squares, rtol=1e-6, atol=0)
-    again = TritonBackend().measure([grad.clone() for grad in grads], True)
-    assert all(bits_equal(a, b) for a, b in zip(stats, again, strict=True) if a is not None and b is not None)
-    grads[0][CHUNK - 1], grads[0][-1], grads[3][0], grads[4][1] = math.inf, math.nan, -math.inf, math.nan
-    stats = TritonBackend().measure(grads, False)
-    assert stats.non_finite.tolist() == [2, 0, 0, 1, 1, 0]
-    assert stats.sum_squares.isfinite().tolist() == [False, True, True, False, False, True]
-    assert stats.zeros is None
-
-
 @pytest.mark.parametrize("model", [HALF, BRAIN])
 def test_write_back_rounds_as_torch_does(model: torch.dtype) -> None:
     """Ties go to even, subnormals and infinities are kept, NaN stays NaN, fp16 overflow is flagged per parameter."""
@@ -205,33 +128,6 @@ def test_flag_of_overflow_is_found_in_any_chunk_and_cleared() -> None:
         assert backend.sgd_(operands, hyper, decision_of()).tolist() == [False, False, False]
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd_dampening_maximize"])
-def test_step_counts_once_per_parameter(name: str) -> None:
-    """However many chunks a parameter has, also none of any length, a landed step adds 1 and a skipped one adds 0."""
-    operands = operands_of([(numel, HALF, HALF, SINGLE) for numel in (0, 1, CHUNK, 7 * CHUNK + 1)])
-    backend = TritonBackend()
-    for step in range(6):
-        update(backend, operands, HYPERS[name], decision_of(skip=step in (0, 4)))
-    assert [step.item() for step in operands.step] == [4.0] * 4
-
-
-def test_lr_as_a_tensor_is_read_on_the_device() -> None:
-    """A changed lr takes effect as a float and as an fp64 tensor with the same bits; nothing is read on the host."""
-    rates = [1e-2, 3e-3, 0.0, 0.7]
-    given_lr = torch.zeros((), dtype=torch.float64, device=DEVICE)
-    by_float, by_tensor = operands_of(), operands_of()
-    backend = TritonBackend()
-    with OperatorCounter() as counter:
-        for step, rate in enumerate(rates):
-            given_lr.fill_(rate)
-            for operands, lr in ((by_float, rate), (by_tensor, given_lr)):
-                set_grads(operands, seed=step)
-                backend.adam_(operands, AdamHyper(lr, 0.9, 0.999, 1e-8, 0.1, True, False, False), decision_of())
-                backend.measure(operands.grad, True)
-    assert counter.host_reads == 0
-    assert same_operands(by_float, by_tensor)
-
-
 def test_launches_do_not_grow_with_tensors(launches: Counter[str]) -> None:
     """Invariant 8: one launch for statistics and one for the update, for 8 and 60 tensors."""
     for count in (8, 60):
@@ -250,18 +146,6 @@ def test_launches_once_per_combination_of_dtypes(launches: Counter[str]) -> None
     operands.main[4] = torch.ones(8, device=DEVICE)[::2]
     TritonBackend().sgd_(operands, HYPERS["sgd"], decision_of())  # type: ignore[arg-type]
     assert launches == {"sgd_kernel": 2}
-
-
-def test_autograd_hears_of_the_writes() -> None:
-    """Versions of what an update writes go up, as with torch's own kernels; those of gradients do not."""
-    operands = operands_of(ROWS[1:3])
-    before = [tensor._version for tensor in everything(operands)]
-    grads = [tensor._version for tensor in operands.grad]
-    update(TritonBackend(), operands, HYPERS["adam_l2_amsgrad"], decision_of())
-    changed = [*operands.model, *operands.main, *operands.step, *operands.state["max_exp_avg_sq"]]
-    assert all(tensor._version > 0 for tensor in changed)
-    assert [tensor._version for tensor in operands.grad] == grads
-    assert sum(tensor._version for tensor in everything(operands)) > sum(before)
 
 
 def test_tensors_on_several_devices_are_refused() -> None:

@@ -14,12 +14,13 @@ from megascale.kernels import AdamHyper, Backend, Decision, Operands, ReferenceB
 from megascale.kernels.compact_moments import SCALE_SUFFIX, encode_moments
 from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.remainders import encode
-from megascale.kernels.triton import device_table
 from megascale.kernels.triton.backend import TritonBackend
 from tests.training import bits_equal
-from tests.unit.kernels.test_triton_vectors import CHUNK, DEVICE, at_address
+from tests.unit.kernels.test_triton_vectors import at_address
+from tests.unit.kernels.triton_cases import BRAIN, CHUNK, DEVICE, HALF, SINGLE, decision_of
 
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 FIRST, SECOND = torch.int8, torch.uint8
 Update = Callable[[Backend, Operands, Decision], Tensor]
 RULES: dict[str, tuple[Update, dict[str, torch.dtype]]] = {
@@ -51,12 +52,6 @@ RULES: dict[str, tuple[Update, dict[str, torch.dtype]]] = {
 # Elements, index of the first one, step, dtypes of gradient and model (None: the main param itself), and the addresses
 # modulo 16 of main param or remainder, model, gradient and states.
 Row = tuple[int, int, int, torch.dtype, torch.dtype | None, list[int]]
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors small enough for the interpreter still take several chunks."""
-    monkeypatch.setattr(device_table, "CHUNK", CHUNK)
 
 
 @st.composite
@@ -129,10 +124,6 @@ def _operands(rows: list[Row], dtypes: dict[str, torch.dtype], held: bool) -> tu
     return operands, buffers
 
 
-def _decision(skip: bool) -> Decision:
-    return Decision(*torch.tensor([float(skip), 0.37, 1.0, 0.0], device=DEVICE).unbind())
-
-
 def _on_reference(update: Update, operands: Operands, held: bool, decision: Decision) -> Tensor:
     backend = ReferenceBackend()
     if not held:
@@ -156,8 +147,8 @@ def test_codes_at_any_address_and_length(rule: str, data: st.DataObject, held: b
     (ours, our_buffers), (theirs, their_buffers) = (_operands(rows, dtypes, held) for _ in range(2))
     backend = TritonBackend()
     for skip in skips:
-        expected = _on_reference(update, theirs, held, _decision(skip))
-        assert torch.equal(update(backend, ours, _decision(skip)), expected)
+        expected = _on_reference(update, theirs, held, decision_of(skip))
+        assert torch.equal(update(backend, ours, decision_of(skip)), expected)
     ours_beside, theirs_beside = (each.step for each in (ours, theirs))
     for left, right in zip([*our_buffers, *ours_beside], [*their_buffers, *theirs_beside], strict=True):
         assert bits_equal(left, right)
@@ -180,7 +171,7 @@ def test_moments_that_overflow_are_held_as_specified(nan: int) -> None:
         grad[70] = torch.tensor(nan, dtype=torch.int32).view(SINGLE)
         for tensors in operands.state.values():
             tensors[0].zero_()
-        flags = update(backend, operands, _decision(False))
+        flags = update(backend, operands, decision_of())
         states = [tensors[0].nan_to_num(7.0) for tensors in operands.state.values()]
         made.append([flags, operands.main[0].nan_to_num(7.0), *states])
     assert all(bits_equal(one, other) for one, *others in zip(*made, strict=True) for other in others)
@@ -199,8 +190,8 @@ def test_rows_that_no_kernel_takes_run_on_the_reference(held: bool) -> None:
             column[row] = torch.stack([column[row], column[row]], -1)[..., 0]
         grads[3] = grads[3].double()
         operands.grad = grads
-    flags = update(TritonBackend(), ours, _decision(False))
-    assert torch.equal(flags, _on_reference(update, theirs, held, _decision(False)))
+    flags = update(TritonBackend(), ours, decision_of())
+    assert torch.equal(flags, _on_reference(update, theirs, held, decision_of()))
     assert not torch.equal(ours.state["exp_avg"][2], _operands(rows, dtypes, held)[0].state["exp_avg"][2])
     for name in ours.state:
         assert all(map(bits_equal, ours.state[name], theirs.state[name]))

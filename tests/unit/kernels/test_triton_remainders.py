@@ -26,9 +26,11 @@ from megascale.kernels.triton import device_table
 from megascale.kernels.triton.backend import TritonBackend
 from tests.training import bits_equal
 from tests.unit.kernels.test_remainders import edge_pairs
-from tests.unit.kernels.test_triton_vectors import CHUNK, DEVICE, at_address
+from tests.unit.kernels.test_triton_vectors import at_address
+from tests.unit.kernels.triton_cases import BRAIN, CHUNK, DEVICE, HALF, SINGLE, decision_of
 
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 MOST = 65519.996
 """The largest fp32 number that rounds to a finite one in fp16."""
 Update = Callable[[Backend, Operands, Decision], Tensor]
@@ -66,12 +68,6 @@ RULES: dict[str, tuple[Update, list[str]]] = {
 Row = tuple[int, torch.dtype, torch.dtype, torch.dtype, list[int]]
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors small enough for the interpreter still take several chunks."""
-    monkeypatch.setattr(device_table, "CHUNK", CHUNK)
-
-
 @st.composite
 def _rows(draw: st.DrawFn) -> Row:
     numel = draw(st.sampled_from([0, 4, 16, CHUNK - 16, CHUNK, 2 * CHUNK])) + draw(st.integers(0, 9))
@@ -106,10 +102,6 @@ def _operands(rows: list[Row], names: list[str]) -> tuple[Operands, list[Tensor]
     return operands, buffers
 
 
-def _decision(skip: bool = False, coefficient: float = 0.37) -> Decision:
-    return Decision(*torch.tensor([float(skip), coefficient, 1.0, 0.0], device=DEVICE).unbind())
-
-
 def _reference(update: Update, operands: Operands, decision: Decision) -> Tensor:
     backend = ReferenceBackend()
     return backend.on_decoded(operands, lambda decoded: update(backend, decoded, decision), decision.found_inf)
@@ -123,8 +115,8 @@ def test_held_rows_at_any_address_and_length(rule: str, rows: list[Row], skip: b
     """Model params, remainders, state and flags are the reference's, and no bit beside them changes."""
     update, names = RULES[rule]
     (ours, our_buffers), (theirs, their_buffers) = _operands(rows, names), _operands(rows, names)
-    flags = update(TritonBackend(), ours, _decision(skip))
-    assert torch.equal(flags, _reference(update, theirs, _decision(skip)))
+    flags = update(TritonBackend(), ours, decision_of(skip))
+    assert torch.equal(flags, _reference(update, theirs, decision_of(skip)))
     for left, right in zip([*our_buffers, *ours.step], [*their_buffers, *theirs.step], strict=True):
         assert bits_equal(left, right)
 
@@ -151,7 +143,7 @@ def test_decoding_and_encoding_alone(rows: list[Row], skip: bool, address: int) 
         for main in held.mains:
             main.mul_(-3.7)
             main[7::23] = 1e9
-    found_inf = _decision(skip).found_inf
+    found_inf = decision_of(skip).found_inf
     assert torch.equal(backend.encode_(our_held, found_inf), reference.encode_(their_held, found_inf))
     for left, right in zip(our_buffers, their_buffers, strict=True):
         assert bits_equal(left, right)
@@ -166,7 +158,7 @@ def _written(mains: list[Tensor], dtype: torch.dtype) -> tuple[Operands, Tensor]
             tensor.zero_()
         grad.copy_(main)
     hyper = SgdHyper(-1.0, 0.0, 0.0, 0.0, False, False)
-    return operands, TritonBackend().sgd_(operands, hyper, _decision(coefficient=1.0))
+    return operands, TritonBackend().sgd_(operands, hyper, decision_of(coefficient=1.0))
 
 
 @pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=str)
@@ -235,23 +227,7 @@ def test_one_launch_updates_all_that_is_held_in_one_dtype(monkeypatch: pytest.Mo
     update, states = RULES["adam"]
     operands, _ = _operands([(n, HALF, HALF, SINGLE, [0] * 6) for n in range(1, 30)], states)
     before = [tensor._version for tensor in (*operands.model, *operands.remainder)]
-    update(TritonBackend(), operands, _decision())
+    update(TritonBackend(), operands, decision_of())
     after = [tensor._version for tensor in (*operands.model, *operands.remainder)]
     assert names == ["adam_kernel"]
     assert [new - old for new, old in zip(after, before, strict=True)] == [1] * len(before)
-
-
-def test_held_rows_that_no_kernel_takes_run_on_the_reference() -> None:
-    """Strided ones, and state of fp64: beside others, in one call."""
-    update, names = RULES["lion"]
-    (ours, _), (theirs, _) = (_operands([(48, HALF, HALF, SINGLE, [0] * 6)] * 3, names) for _ in range(2))
-    for operands in (ours, theirs):
-        columns = (operands.model, operands.remainder, operands.grad, *operands.state.values())
-        for column in columns:
-            column[1] = column[1].view(6, 8).t()  # type: ignore[index]
-        operands.state["exp_avg"][2] = operands.state["exp_avg"][2].double()
-    flags = update(TritonBackend(), ours, _decision())
-    assert torch.equal(flags, _reference(update, theirs, _decision()))
-    everything = [(each.model, each.remainder, each.state["exp_avg"]) for each in (ours, theirs)]
-    for one, other in zip(*everything, strict=True):
-        assert all(map(bits_equal, one, other))

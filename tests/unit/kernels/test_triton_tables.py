@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from megascale.kernels import Operands, ReferenceBackend
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.triton import device_table, grad_addresses
 from megascale.kernels.triton.backend import TritonBackend
-from megascale.utils.cached import cached
 from tests.unit.kernels.triton_cases import (
     DEVICE,
     HALF,
@@ -87,19 +85,6 @@ def test_tables_are_made_once(made: list[device_table.Plan], copies: list[Tensor
     assert len(made) == 6
 
 
-def test_parts_of_measured_gradients_are_not_copied_again(copies: list[Tensor]) -> None:
-    """Gradients of several param groups are measured together and updated apart: their addresses travel once."""
-    one, other = operands_of(ROWS[1:2], seed=1), operands_of(ROWS[2:3], seed=2)
-    one.grad, other.grad = TensorList(one.grad), TensorList(other.grad)
-    addresses = grad_addresses.GradAddresses()
-    whole = addresses.find(TensorList.joined([one.grad, other.grad]))
-    parts = [addresses.find(part) for part in (one.grad, other.grad)]
-    assert len(copies) == 1
-    assert torch.cat(parts).tolist() == whole.tolist() == [grad.data_ptr() for grad in (*one.grad, *other.grad)]
-    addresses.find(TensorList.joined([other.grad, one.grad]))  # the parts' are kept anew
-    assert addresses._nbytes == sum(column.nbytes for column in addresses._columns.values())
-
-
 def _find(cache: device_table.PlanCache, operands: Operands) -> device_table.Plan:
     columns = [TensorList(tensors) for tensors in (operands.main, operands.model, operands.state["exp_avg"])]
     beside = {device_table.STEP: TensorList(operands.step)}
@@ -156,15 +141,6 @@ def test_tables_are_made_anew_where_more_than_places_changed(made: list[device_t
     assert _same_plans(plan, _find(device_table.PlanCache(), operands))
 
 
-def test_memory_of_a_copy_is_not_written_again(copies: list[Tensor]) -> None:
-    """A copy may still be under way when gradients have moved again: each has host memory of its own."""
-    grads, addresses = [[torch.ones(3, device=DEVICE)] for _ in range(5)], grad_addresses.GradAddresses()
-    for tensors in grads:
-        addresses.find(TensorList(tensors))
-    assert len({copy.data_ptr() for copy in copies}) == len(copies) == 5
-    assert [copy.tolist() for copy in copies] == [[grad.data_ptr()] for [grad] in grads]
-
-
 def test_what_is_kept_of_tables_is_dropped_with_them(
     monkeypatch: pytest.MonkeyPatch, made: list[device_table.Plan]
 ) -> None:
@@ -195,26 +171,6 @@ def test_moved_gradients_have_the_bits_of_the_reference() -> None:
         update(backend, ours, HYPERS["adamw"], decision_of())
         update(reference, theirs, HYPERS["adamw"], decision_of())
     assert same_operands(ours, theirs)
-
-
-def test_only_gradients_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of operands that stay, an update asks for the addresses of its gradients alone, also where those have moved."""
-    asked: list[TensorList] = []
-
-    def pointers(tensors: TensorList) -> Any:
-        asked.append(tensors)
-        return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-
-    monkeypatch.setattr(TensorList, "pointers", cached(pointers), raising=False)
-    operands, backend = operands_of(ROWS[1:4]), TritonBackend()
-    update(backend, operands, HYPERS["adamw"], decision_of())
-    assert len(asked) == 6  # main, model, grad, exp_avg, exp_avg_sq, step
-    for step in range(2):
-        asked.clear()
-        set_grads(operands, seed=step)
-        operands.grad = [grad.clone() for grad in operands.grad]
-        update(backend, operands, HYPERS["adamw"], decision_of())
-        assert [list(tensors) for tensors in asked] == [operands.grad]
 
 
 def test_capture_reuses_tables_and_refuses_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:

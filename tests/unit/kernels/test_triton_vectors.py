@@ -15,26 +15,18 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megascale.kernels import AdamHyper, Backend, Decision, LionHyper, Operands, ReferenceBackend, SgdHyper
-from megascale.kernels.decision import GradWeights, Statistic, TensorStats
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.triton import backend as triton_backend
-from megascale.kernels.triton import device_table
 from megascale.kernels.triton.backend import TritonBackend
 from tests.training import bits_equal
+from tests.unit.kernels.triton_cases import BRAIN, CHUNK, DEVICE, HALF, SINGLE, decision_of
 
-DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-CHUNK = 64
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 Numbers = NDArray[Any]
 ADAMW = AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False)
 
 interpreted = pytest.mark.skipif(DEVICE.type != "cpu", reason="looks into kernels as they run, in the interpreter")
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors small enough for the interpreter still take several chunks."""
-    monkeypatch.setattr(device_table, "CHUNK", CHUNK)
 
 
 def at_address(values: Tensor, address: int) -> tuple[Tensor, Tensor]:
@@ -113,7 +105,7 @@ def test_updates_at_any_address_and_length(rule: str, rows: list[Row], skip: boo
     """Every tensor of a row at an address of its own, whole vectors or not: the reference's bits, none beside them."""
     update, names = UPDATES[rule]
     (ours, our_buffers), (theirs, their_buffers) = _operands(rows, names), _operands(rows, names)
-    decision = Decision(*torch.tensor([float(skip), 0.37, 1.0, 0.0], device=DEVICE).unbind())
+    decision = decision_of(skip)
     flags, expected = update(TritonBackend(), ours, decision), update(ReferenceBackend(), theirs, decision)
     assert torch.equal(flags, expected)
     for left, right in zip([*our_buffers, *ours.step], [*their_buffers, *theirs.step], strict=True):
@@ -177,32 +169,6 @@ def test_chunks_are_added_up_in_their_order_on_two_levels(numel: int, monkeypatc
     assert backend.measure(grads, False).non_finite.tolist() == [0, -(-numel // (CHUNK // 2)), 0]
 
 
-def test_sums_of_chunks_of_other_magnitudes_are_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of chunks that differ by 2**30, where another order of additions in fp64 gives other bits."""
-    monkeypatch.setattr(triton_backend, "FAN", 8)
-    for seed in range(100):  # the values of a seed, and so whether the order shows, differ between processors
-        generator = torch.Generator().manual_seed(seed)
-        exponents = torch.randint(-8, 8, (60, 1), generator=generator)
-        grad = (torch.randn(60, CHUNK, generator=generator) * 2.0**exponents).flatten().to(DEVICE)
-        if sum_as_documented(grad, CHUNK, 8) != sum_as_documented(grad, CHUNK, 4):
-            break
-    else:
-        pytest.fail("no seed shows the order")
-    assert TritonBackend().measure([grad], False).sum_squares.item() == sum_as_documented(grad, CHUNK, 8)
-
-
-def test_totals_of_tensors_are_added_in_the_documented_order() -> None:
-    """Of more tensors than lanes; with other lanes there would be other bits."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.rand(5000, dtype=torch.float64, generator=generator)
-    values *= 2.0 ** torch.randint(-8, 8, (5000,), generator=generator)
-    stats = TensorStats(values.to(DEVICE), torch.zeros(5000, dtype=torch.float64, device=DEVICE), None)
-    weights = GradWeights(torch.ones(5000, dtype=torch.float64, device=DEVICE), None)
-    vector = TritonBackend().total(stats, weights, torch.zeros((), dtype=torch.float64, device=DEVICE), 1.0)
-    assert vector[Statistic.SUM_SQUARES].item() == float(_in_lanes(values.numpy()[None], 4096)[0])
-    assert vector[Statistic.SUM_SQUARES].item() != float(_in_lanes(values.numpy()[None], 1024)[0])
-
-
 def test_gradients_whose_squares_overflow_are_finite() -> None:
     """fp32 gradients of 1e30: the sum is inf, and no element is counted as non-finite."""
     stats = TritonBackend().measure([torch.full((9,), 1e30, device=DEVICE)], False)
@@ -259,7 +225,7 @@ def test_all_whole_vectors_are_taken_as_vectors_and_no_pointer_is_promised_that_
             TritonBackend().measure(grads, True)
     else:
         update, names = UPDATES[rule]
-        decision = Decision(*torch.zeros(4, device=DEVICE).unbind())
+        decision = decision_of()
         for rows in (aligned, apart):
             update(TritonBackend(), _operands(rows, names)[0], decision)
     assert promised
