@@ -158,57 +158,6 @@ def train(
     return seen
 
 
-class ByHand:
-    """fp32 masters by hand in one process, over torch's own optimizer, and the scaler's rule in plain numbers.
-
-    The gradients of all ranks and micro-batches are averaged in fp32, and rounded to the parameters' dtype, as a
-    gradient in ``param.grad`` must be.
-    """
-
-    def __init__(self, case: Case) -> None:
-        torch.manual_seed(0)
-        net = Net().to(case.dtype)
-        self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in net.named_parameters()}
-        self.module = net.to(case.compute_dtype)
-        self.case = case
-        self.inner = INNER[case.inner](list(self.masters.items()))
-        self.scale, self.clean = SCALE, 0
-
-    def train(self, world: int, steps: range, bad: Mapping[int, int], micro: int = 1) -> list[Row]:
-        """Take steps as ``world`` data-parallel ranks do together."""
-        batches = [batch for rank in range(world) for batch in split(own_parts(world, rank), micro)]
-        return [self._step(batches, step, bad) for step in steps]
-
-    def _step(self, batches: list[list[int]], step: int, bad: Mapping[int, int]) -> Row:
-        total = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        for parts in batches:
-            self.module.zero_grad()
-            loss = loss_of(self.module, step, parts, self.case.compute_dtype, bad)
-            (loss * self.scale).backward()
-            for name, param in self.module.named_parameters():
-                total[name] += (torch.zeros_like(param) if param.grad is None else param.grad).float() / len(batches)
-        total = {name: grad.to(self.case.dtype).float() for name, grad in total.items()}
-        norm = math.sqrt(sum(grad.double().square().sum().item() for grad in total.values())) / self.scale
-        zeros = sum((grad == 0).sum().item() for grad in total.values())
-        landed = all(bool(grad.isfinite().all()) for grad in total.values())
-        if landed:
-            for name, master in self.masters.items():
-                master.grad = total[name] / self.scale * min(1.0, CLIP / (norm + 1e-6))
-            self.inner.step()
-            with torch.no_grad():
-                for name, param in self.module.named_parameters():
-                    param.copy_(self.masters[name])
-        self._rescale(landed)
-        return Row(landed, norm, zeros, self.scale)
-
-    def _rescale(self, landed: bool) -> None:
-        self.clean = self.clean + 1 if landed else 0
-        if not landed:
-            self.scale = max(self.scale / 2, 1.0)
-        elif self.clean == WINDOW:
-            self.scale, self.clean = self.scale * 2, 0
-
-
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor, on every rank."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -26,8 +26,9 @@ from megascale import (
 )
 from megascale.debug import UnderflowMeter
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, StateDictError, UsageError
+from megascale.grad_sync import GradSync
 from megascale.schedules import LandedLRScheduler
-from tests.training import INNER, constant, model, snapshot
+from tests.training import INNER, Sign, constant, model, snapshot
 
 
 class Refusal(NamedTuple):
@@ -390,4 +391,133 @@ def _stepped() -> MixedPrecisionOptimizer:
     return optimizer
 
 
-ARGUMENTS = [*SCALERS, *STATES, *CONFIGS, *BUILT, *LIONS, *WRAPPED, _sparse(), *_schedules()]
+SHARED = nn.Parameter(torch.ones(2))
+SYNCS = _of(
+    GradSync,
+    ArgumentError,
+    {"named_parameters": [("w", nn.Parameter(torch.ones(2)))]},
+    [
+        ({"reduction": "max"}, "reduction must be one of 'mean', 'sum', got 'max'"),
+        ({"overlap": 1}, "overlap must be True or False, got 1"),
+        ({"bucket_numel": 0}, "bucket_numel must be 1 or more, got 0"),
+        ({"grad_dtype": torch.int32}, "grad_dtype and reduce_dtype must be floating point, got torch.int32"),
+        ({"named_parameters": []}, "named_parameters has no parameter with requires_grad"),
+        ({"named_parameters": [("a", SHARED), ("b", SHARED)]}, "parameters 'a' and 'b' are the same tensor"),
+        ({"named_parameters": [("a", SHARED), ("a", nn.Parameter(torch.ones(1)))]}, "two parameters are called 'a'"),
+    ],
+)
+
+
+def _divisor(divisor: Any) -> None:
+    GradSync([("w", nn.Parameter(torch.ones(2)))]).set_divisor(divisor)
+
+
+DIVISORS = _of(
+    _divisor,
+    ArgumentError,
+    {},
+    [
+        ({"divisor": 0}, "divisor must be above 0, got 0"),
+        ({"divisor": math.nan}, "divisor must be finite"),
+        ({"divisor": torch.ones(2)}, "divisor must be one number, got a tensor of shape (2,)"),
+    ],
+)
+
+
+def _part(name: str, scaler: Any = ONE, param: nn.Parameter | None = None, **fields: Any) -> MixedPrecisionOptimizer:
+    """Return an optimizer of one parameter, for a chain."""
+    named = [(name, nn.Parameter(torch.ones(3).half()) if param is None else param)]
+    return MixedPrecisionOptimizer(torch.optim.SGD(named, lr=0.1), OptimizerConfig(fp16=True, **fields), scaler)
+
+
+def _chain_of_a_bare_one() -> None:
+    ChainedOptimizer([FP32()])  # type: ignore[list-item]
+
+
+def _loads_what_no_part_has() -> None:
+    chain = ChainedOptimizer([_part("a")])
+    packed = chain.state_dict()
+    packed["main_params"]["c"] = torch.ones(3)
+    chain.load_state_dict(packed)
+
+
+HALF = nn.Parameter(torch.ones(3).half())
+CHAINS = [
+    Refusal(f"a chain: {words}", call, error, words)
+    for call, error, words in (
+        (lambda: ChainedOptimizer([]), ArgumentError, "optimizers is empty"),
+        (_chain_of_a_bare_one, ArgumentTypeError, "optimizers[0] must be a MixedPrecisionOptimizer"),
+        (
+            lambda: ChainedOptimizer([_part("a"), _part("b", ConstantGradScaler(1.0))]),
+            ArgumentError,
+            "has another grad scaler",
+        ),
+        (lambda: ChainedOptimizer([_part("a"), _part("b", clip_grad=2.0)]), ArgumentError, "clip_grad=2.0"),
+        (
+            lambda: ChainedOptimizer([_part("a", param=HALF), _part("b", param=HALF)]),
+            ArgumentError,
+            "hold the same parameter",
+        ),
+        (lambda: ChainedOptimizer([_part("a"), _part("a")]), ArgumentError, "a parameter called 'a'"),
+        (_loads_what_no_part_has, StateDictError, "parameters that no optimizer has: 'c'"),
+        (
+            lambda: ChainedOptimizer([_part("a")]).add_param_group({"params": [HALF]}),
+            UsageError,
+            "add the param group to one of",
+        ),
+    )
+]
+
+WHOLE = nn.Linear(2, 2).half()
+
+
+def _zero1(inner: Any = torch.optim.AdamW, **options: Any) -> None:
+    usual: dict[str, Any] = {"config": OptimizerConfig(fp16=True), "grad_scaler": ONE, "modules": WHOLE}
+    DistributedOptimizer(inner(WHOLE.parameters()), **(usual | options))
+
+
+def _muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([param for param in params if param.dim() == 2])
+
+
+def _where_it_lies() -> str:
+    """What a refused construction has neither moved nor hooked."""
+    return str([(param.data_ptr(), bool(param._post_accumulate_grad_hooks)) for param in WHOLE.parameters()])
+
+
+ZERO1 = [
+    Refusal(f"ZeRO-1: {words}", partial(_zero1, **options), error, words, kept=_where_it_lies)
+    for options, error, words in (
+        ({"modules": []}, ArgumentTypeError, "modules must be a module or a list of modules, got []"),
+        (
+            {"modules": [nn.Linear(1, 1), "head"]},
+            ArgumentTypeError,
+            "modules must be a module or a list of modules, got [L",
+        ),
+        ({"modules": nn.Linear(1, 1)}, ArgumentError, "modules do not own parameter 0 of the optimizer (and 1 more)"),
+        ({"bucket_numel": 0}, ArgumentError, "bucket_numel must be 1 or more, got 0"),
+        ({"reduction": "max"}, ArgumentError, "reduction must be one of 'mean', 'sum', got 'max'"),
+        ({"overlap_grad_reduce": 1}, ArgumentTypeError, "overlap_grad_reduce must be True or False, got 1"),
+        ({"overlap_param_gather": None}, ArgumentTypeError, "overlap_param_gather must be True or False, got None"),
+        ({"broadcast_params": "yes"}, ArgumentTypeError, "broadcast_params must be True or False, got 'yes'"),
+        ({"shard": "rows"}, ArgumentError, "shard must be one of 'auto', 'elements', 'parameters', got 'rows'"),
+        ({"elementwise": 1}, ArgumentTypeError, "elementwise must be True or False, got 1"),
+        ({"grad_dtype": torch.int32}, ArgumentError, "grad_dtype and reduce_dtype must be floating point"),
+        ({"groups": "world"}, ArgumentTypeError, "groups must be None, a ParallelGroups"),
+        ({"grad_scaler": None}, ArgumentError, "grad_scaler is None, but fp16 gradients need one"),
+        ({"config": OptimizerConfig(bf16=True)}, ArgumentError, "config.fp16 is False, but the optimizer has fp16"),
+        ({"inner": torch.optim.Adafactor, "shard": "elements"}, ArgumentError, "pass shard='parameters'"),
+        (
+            {"inner": _muon, "shard": "elements"},
+            ArgumentError,
+            "optimizer Muon is not known to be elementwise",
+        ),
+        ({"inner": Sign, "shard": "elements"}, ArgumentError, "optimizer Sign is not known to be elementwise"),
+    )
+]
+
+ARGUMENTS = [
+    *(*SCALERS, *STATES, *CONFIGS, *BUILT, *LIONS, *WRAPPED, *SYNCS, *DIVISORS, *ZERO1, *CHAINS),
+    _sparse(),
+    *_schedules(),
+]

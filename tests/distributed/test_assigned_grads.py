@@ -159,24 +159,6 @@ def test_gradients_that_would_be_ignored_are_refused(ranks: RankPool, kind: str,
         assert same(trained, results[0][2])
 
 
-def _finished_alone() -> list[str]:
-    module = net(FP32)
-    sync = GradSync(module.named_parameters(), bucket_numel=300)
-    _loss(module, 0, dist.get_rank()).backward()
-    sync.finish()
-    module.get_parameter("head.bias").grad = torch.ones(1)
-    with pytest.raises(GradientError, match=r"'head.bias' has a gradient in param.grad that would") as caught:
-        sync.finish()
-    sync.zero_()
-    return [str(caught.value)]
-
-
-def test_a_gradsync_without_an_optimizer_refuses_too(ranks: RankPool) -> None:
-    """Who calls finish() and reads main_grad() hears of it there; zero_() begins a new step whatever was left."""
-    for [message] in ranks.run(2, _finished_alone):
-        assert "or change GradSync.main_grad(param) after finish()" in message
-
-
 def _under_ddp(kind: str, options: dict[str, Any]) -> list[str]:
     module = net(FP32)
     network = DistributedDataParallel(module, **options)
@@ -195,6 +177,11 @@ def _under_ddp(kind: str, options: dict[str, Any]) -> list[str]:
     optimizer.zero_grad()
     _loss(module, 0, dist.get_rank()).backward()
     assert bool(optimizer.step().success)
+    optimizer.zero_grad()
+    network = DistributedDataParallel(module)
+    network(batch(1, dist.get_rank(), FP32)).square().mean().backward()
+    with pytest.raises(GradientError, match="is reduced by a DistributedDataParallel around its module"):
+        optimizer.step()
     return [str(at_once.value), str(at_the_step.value)]
 
 
@@ -204,30 +191,11 @@ def _under_ddp(kind: str, options: dict[str, Any]) -> list[str]:
 )
 def test_ddp_around_a_synced_model_is_refused(ranks: RankPool, kind: str, options: dict[str, Any]) -> None:
     """DistributedDataParallel would reduce gradients that were taken already: refused at construction where it is
-    there, else at the first step on every rank. Dropped, training goes on.
+    there, else at the first step on every rank, or later, by the gradients that it leaves. Dropped, training goes on.
     """
     for at_once, at_the_step in ranks.run(2, _under_ddp, kind, options):
         assert "parameter 'first.weight' is under a DistributedDataParallel, which would reduce its gradient" in at_once
         assert "the gradient of 'first.weight' is reduced by a DistributedDataParallel around its module" in at_the_step
-
-
-def _under_ddp_later() -> str:
-    module = net(FP32)
-    optimizer = _make("sync", module)
-    _loss(module, 0, dist.get_rank()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    network = DistributedDataParallel(module)
-    network(batch(1, dist.get_rank(), FP32)).square().mean().backward()
-    with pytest.raises(GradientError) as caught:
-        optimizer.step()
-    return str(caught.value)
-
-
-def test_ddp_put_around_a_model_in_training_is_refused(ranks: RankPool) -> None:
-    """After the first step it is known by the gradients that it leaves."""
-    for message in ranks.run(2, _under_ddp_later):
-        assert "is reduced by a DistributedDataParallel around its module too; train the bare module" in message
 
 
 def _not_given() -> list[str]:

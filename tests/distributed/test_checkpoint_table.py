@@ -33,7 +33,7 @@ STATES: dict[str, dict[str, Any]] = {
 }
 """The config's fields of each form of state."""
 
-SHAPES_OF_CODES = ((33, 64), (256,), (4, 64), (128,))
+SHAPES_OF_CODES = ((33, 64), (256,), (4, 64), (128,), (3, 2, 16))
 """What FSDP2 may cut over four ranks where moments are codes: parts of whole groups of 32 elements."""
 MATRICES = ((33, 47), (5, 9), (4, 8))
 STEPS = 3
@@ -201,6 +201,7 @@ TABLES: dict[str, list[Run]] = {
         *(Run(*layout, "compact", shapes=SHAPES_OF_CODES) for layout in (("elements", 4), ("parameters", 2))),
         Run("replicated", 1, shapes=SHAPES_OF_CODES),
     ],
+    "tiny": [Run(*layout, shapes=((2, 1),)) for layout in LAYOUTS],
     "muon": [
         *(Run("parameters", size, rule="muon", shapes=MATRICES) for size in (1, 2, 3, 4)),
         *(Run("fsdp2", size, rule="muon", shapes=MATRICES) for size in (2, 4)),

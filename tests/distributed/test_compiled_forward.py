@@ -3,7 +3,6 @@
 The compiler's backend notes each graph and runs it as it is, so that what differs is when modules wait.
 """
 
-import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.modules import module
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.step.host_update import HostUpdate
 from megascale.utils.dtensors import to_local
-from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.training import bits_equal
 
@@ -226,50 +222,3 @@ def _now_and_then(held: str) -> bool:
 def test_compiled_from_some_step_on(ranks: RankPool, held: str) -> None:
     """Compiled code that is first called while weights are on their way has them, too."""
     assert all(ranks.run(HELD[held][0], _now_and_then, held))
-
-
-def _fully_sharded() -> bool:
-    def build(options: dict[str, Any], compiler: Compiler | None) -> tuple[Model, MixedPrecisionOptimizer]:
-        model = _model()
-        if compiler is not None:
-            compiler.compile(model, "blocks in place", fullgraph=True)
-        for layer in (*model.blocks, model):
-            fully_shard(layer, mesh=mesh_of((2,), ("dp",)))
-        inner = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
-        return model, MixedPrecisionOptimizer(inner, OptimizerConfig(bf16=True, clip_grad=1.0, **options))
-
-    (model, optimizer), (reference, without) = build(OFFLOAD, Compiler()), build({}, None)
-    _delay(optimizer)
-    _live(without, reference)
-    _live(optimizer, model)
-    return all(map(bits_equal, _weights(reference), _weights(model)))
-
-
-@pytest.mark.slow
-def test_fsdp2(ranks: RankPool) -> None:
-    """Blocks that are compiled, then sharded by FSDP2, as torchtitan's are."""
-    assert ranks.run(2, _fully_sharded) == [True, True]
-
-
-def _another_optimizer(held: str) -> list[bool]:
-    """Live two lives on one compiled model."""
-    model, reference = _model(), _model()
-    forward = torch.compile(lambda x: model(x), backend="eager")
-    _live(_optimizer(model, held, HELD[held][1]), forward)
-    gc.collect()
-    model.head(torch.ones(4, 8).bfloat16())  # a hook of all modules goes with the first call
-    assert not module._global_forward_pre_hooks
-    assert not any(one._forward_pre_hooks for one in model.modules())
-    second = _optimizer(model, held, HELD[held][1])
-    _delay(second)
-    _live(second, forward)
-    for _ in range(2):
-        _live(_optimizer(reference, "offloaded" if held == "offloaded" else "plain", {}), reference)
-    return [all(map(bits_equal, _weights(reference), _weights(model)))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("held", HELD)
-def test_another_optimizer(ranks: RankPool, held: str) -> None:
-    """The compiler does not trace a model anew for a second optimizer, whose weights are awaited all the same."""
-    assert ranks.run(HELD[held][0], _another_optimizer, held) == [[True]] * HELD[held][0]

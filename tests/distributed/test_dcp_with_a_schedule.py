@@ -50,7 +50,19 @@ def _load_weights_first(folder: Path, module: nn.Module, optimizer: Any) -> None
     set_optimizer_state_dict(module, optimizer, state)
 
 
-WAYS: dict[str, tuple[Save, Load]] = {**ROADS, "full_state_dict": (_save_whole, _load_whole)}
+def _save_ours(folder: Path, module: nn.Module, optimizer: Any) -> None:
+    megascale.checkpoint.save(folder, STEPS, module, optimizer)
+
+
+def _load_ours(folder: Path, module: nn.Module, optimizer: Any) -> None:
+    megascale.checkpoint.load(folder, module, optimizer)
+
+
+WAYS: dict[str, tuple[Save, Load]] = {
+    **ROADS,
+    "full_state_dict": (_save_whole, _load_whole),
+    "megascale_checkpoint": (_save_ours, _load_ours),
+}
 Run = tuple[dict[str, Any], list[Tensor], list[float]]
 
 

@@ -1,6 +1,7 @@
 """Writes into parameters after a step, as a mask or a clamp, while weights are on their way; and into main params."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,11 +15,15 @@ from tests.cells import CELLS, Cell, Given, integers
 from tests.fsdp2_cases import whole
 from tests.pool import RankPool
 
-ZERO1 = [cell for cell in CELLS if cell.layout == "zero1"]
-SHARDED = [*ZERO1, *(Cell(cell.dtype, "zero1-parameters") for cell in ZERO1 if cell.state == "fp32")]
+SHARDED = [
+    Cell(torch.float16, "zero1"),
+    Cell(torch.bfloat16, "zero1", "compact"),
+    Cell(torch.float32, "zero1"),
+    Cell(torch.float32, "zero1-parameters"),
+]
 """A gather is the way of weights in ZeRO-1 alone; where a layout has none, step() returns with the weights in place."""
 
-OFFLOADED = [cell for cell in CELLS if cell.dtype != torch.float32 and cell.state == "fp32"]
+OFFLOADED = [Cell(torch.bfloat16, layout) for layout in ("replicated", "zero1", "fsdp2")]
 """Weights come from host memory in all layouts; fp32 parameters stay where they are."""
 
 OFFLOAD = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
@@ -58,67 +63,61 @@ def _finish_and_clamp(optimizer: MixedPrecisionOptimizer, model: Given) -> None:
     _clamp(model)
 
 
-@pytest.mark.default("float32-zero1-parameters-fp32", "bfloat16-zero1-compact")
-@pytest.mark.parametrize("cell", SHARDED, ids=str)
-def test_a_write_after_the_gather_is_followed(cell: Cell, ranks: RankPool) -> None:
-    """The bits of a run without overlap, where no weights are on their way."""
-    for together, overlapped in ranks.run(2, _clamped_with_and_without_overlap, cell):
-        assert len(together) == len(overlapped)
-        assert all(map(torch.equal, together, overlapped))
+def _clamped_with_and_without_overlap(cell: Cell, source: str) -> tuple[list[Tensor], list[Tensor]]:
+    after: Any = _finish_and_clamp
+    waits: dict[str, Any] = {"fields": {**OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": False}}
+    overlaps: dict[str, Any] = {"fields": OFFLOAD}
+    if source != "the host":
+        waits, overlaps = {}, {"overlap_param_gather": True}
+    if source == "no other rank":
+        after = lambda _, model: _clamp(model)  # noqa: E731
+    return _train(cell, lambda _, model: _clamp(model), **waits), _train(cell, after, **overlaps)
 
 
-def _clamped_with_and_without_overlap(cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
-    return _train(cell, lambda _, model: _clamp(model)), _train(cell, _finish_and_clamp, overlap_param_gather=True)
-
-
-@pytest.mark.default("float16-fsdp2-fp32")
-@pytest.mark.parametrize("cell", OFFLOADED, ids=str)
-def test_a_write_after_the_arrival_is_followed(cell: Cell, ranks: RankPool) -> None:
-    """The bits of a run whose step() returns when weights have come from host memory."""
-    for together, overlapped in ranks.run(cell.world_size, _clamped_in_host_memory, cell):
-        assert len(together) == len(overlapped)
-        assert all(map(torch.equal, together, overlapped))
-
-
-def _clamped_in_host_memory(cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
-    waits = {**OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": False}
-    return _train(cell, lambda _, model: _clamp(model), fields=waits), _train(cell, _finish_and_clamp, fields=OFFLOAD)
-
-
-@pytest.mark.default("float32-zero1-parameters-fp32-all ranks", "float16-zero1-compact-the last rank")
-@pytest.mark.parametrize("writers", ["all ranks", "the last rank"])
-@pytest.mark.parametrize("cell", SHARDED, ids=str)
-def test_a_write_before_the_gather_has_ended_is_refused(cell: Cell, writers: str, ranks: RankPool) -> None:
-    """It was replaced by what arrived, now and then, in silence. The next step, or state_dict(), says so on every rank
-    and changes nothing; after a load all goes on.
+@pytest.mark.default(
+    "other ranks-float32-zero1-parameters-fp32", "other ranks-bfloat16-zero1-compact", "the host-*fsdp2*"
+)
+@pytest.mark.parametrize(
+    ("source", "cell"),
+    [
+        *product(["other ranks"], SHARDED),
+        *product(["the host"], OFFLOADED),
+        ("no other rank", Cell(torch.bfloat16, "zero1")),
+    ],
+    ids=str,
+)
+def test_a_write_after_weights_have_arrived_is_followed(source: str, cell: Cell, ranks: RankPool) -> None:
+    """The bits of a run without overlap, where no weights are on their way. A gather of one rank brings nothing: a
+    write at once is followed, too.
     """
-    for message, is_unchanged, of_state_dict, norm in ranks.run(2, _written_early, cell, writers, {}):
+    world = 1 if source == "no other rank" else cell.world_size
+    for together, overlapped in ranks.run(world, _clamped_with_and_without_overlap, cell, source):
+        assert len(together) == len(overlapped)
+        assert all(map(torch.equal, together, overlapped))
+
+
+@pytest.mark.default(
+    "all ranks-float32-zero1-parameters-fp32", "the last rank-bfloat16-zero1-compact", "the host-bfloat16-fsdp2-fp32"
+)
+@pytest.mark.parametrize(
+    ("writers", "cell"), [*product(["all ranks", "the last rank"], SHARDED), *product(["the host"], OFFLOADED)], ids=str
+)
+def test_a_write_before_the_gather_has_ended_is_refused(writers: str, cell: Cell, ranks: RankPool) -> None:
+    """It was replaced by what arrived, now and then, in silence. The next step, or state_dict(), says so on every rank
+    and changes nothing; after a load all goes on. Likewise where weights come from host memory, in every layout.
+    """
+    for message, is_unchanged, of_state_dict, norm in ranks.run(cell.world_size, _written_early, cell, writers):
         assert is_unchanged
         assert "finish_param_gather()" in message
         assert "finish_param_gather()" in of_state_dict
-        if writers == "all ranks":
-            assert "weights" in message
+        assert writers == "the last rank" or "weights" in message
         assert norm > 0
 
 
-@pytest.mark.default("bfloat16-fsdp2-fp32", "float16-zero1-fp32", "float16-replicated-fp32")
-@pytest.mark.parametrize("cell", OFFLOADED, ids=str)
-def test_a_write_before_weights_have_arrived_is_refused(cell: Cell, ranks: RankPool) -> None:
-    """Likewise where they come from host memory, replicated, sharded, or FSDP2's."""
-    for message, is_unchanged, of_state_dict, norm in ranks.run(
-        cell.world_size, _written_early, cell, "all ranks", OFFLOAD
-    ):
-        assert is_unchanged
-        assert "weights" in message
-        assert "finish_param_gather()" in message
-        assert "finish_param_gather()" in of_state_dict
-        assert norm > 0
-
-
-def _written_early(cell: Cell, writers: str, fields: dict[str, Any]) -> tuple[str, bool, str, float]:
+def _written_early(cell: Cell, writers: str) -> tuple[str, bool, str, float]:
     model = _model(cell)
-    overlap: dict[str, Any] = {} if fields else {"overlap_param_gather": True}
-    optimizer = cell.optimizer(model, fields=fields, **overlap)
+    options: dict[str, Any] = {"fields": OFFLOAD} if writers == "the host" else {"overlap_param_gather": True}
+    optimizer = cell.optimizer(model, **options)
 
     def backward(step: int) -> None:
         optimizer.zero_grad()
@@ -127,7 +126,7 @@ def _written_early(cell: Cell, writers: str, fields: dict[str, Any]) -> tuple[st
     def step_and_write(step: int) -> None:
         backward(step)
         optimizer.step()
-        if writers == "all ranks" or dist.get_rank() == 1:
+        if writers != "the last rank" or dist.get_rank() == 1:
             _clamp(model)
 
     backward(0)
@@ -135,7 +134,7 @@ def _written_early(cell: Cell, writers: str, fields: dict[str, Any]) -> tuple[st
     saved = optimizer.state_dict()
     step_and_write(1)
     backward(2)
-    if fields:
+    if writers == "the host":
         optimizer.finish_param_gather()  # the thread's update has ended
     before = [*(main.clone() for main in _held(optimizer)), optimizer.get_loss_scale()]
     with pytest.raises(UsageError) as refused:
@@ -156,18 +155,6 @@ def _held(optimizer: MixedPrecisionOptimizer) -> list[Tensor]:
     mains = [param.memory for param in optimizer._member.main_params if param.is_copy]
     state = [value for entry in optimizer.optimizer.state.values() for value in entry.values()]
     return [value.to_local() if hasattr(value, "to_local") else value for value in [*mains, *state]]
-
-
-@pytest.mark.parametrize("cell", [cell for cell in ZERO1 if cell.state == "fp32"], ids=str)
-def test_one_rank_alone_replaces_nothing(cell: Cell, ranks: RankPool) -> None:
-    """A gather of one rank brings nothing: a write at once is followed, with the bits of a run without overlap."""
-    for together, overlapped in ranks.run(1, _clamped_alone, cell):
-        assert all(map(torch.equal, together, overlapped))
-
-
-def _clamped_alone(cell: Cell) -> tuple[list[Tensor], list[Tensor]]:
-    runs = [_train(cell, lambda _, model: _clamp(model), overlap_param_gather=overlap) for overlap in (False, True)]
-    return runs[0], runs[1]
 
 
 @pytest.mark.default(

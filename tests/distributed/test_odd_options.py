@@ -69,7 +69,7 @@ def _tell(cell: Cell) -> dict[str, str]:
 
 
 @pytest.mark.default("float16-zero1-fp32")
-@pytest.mark.parametrize("cell", FP32_STATE, ids=str)
+@pytest.mark.parametrize("cell", [cell for cell in FP32_STATE if cell.dtype == torch.float16], ids=str)
 def test_options_of_any_type_are_compared(cell: Cell, ranks: RankPool) -> None:
     """Invariant 12. Each rank names the option and both values, and what is equal lands.
 

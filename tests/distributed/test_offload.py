@@ -15,7 +15,7 @@ from megascale.step.host_update import HostUpdate
 from megascale.utils import host_memory
 from tests.distributed.test_distributed_optimizer import batch, net, same, sharded, weights
 from tests.pool import RankPool
-from tests.training import INNER, bits_equal
+from tests.training import INNER
 
 FP16 = torch.float16
 
@@ -82,30 +82,6 @@ def test_no_rank_reads_the_state_of_an_update_that_failed_on_one(ranks: RankPool
     """Main params may be updated in part there: every rank is told, once."""
     for [message] in ranks.run(2, _failed_on, odd):
         assert "the update of the step before failed in host memory, ValueError: broken" in message
-
-
-def _one_rank_is_away() -> list[str]:
-    module = net()
-    scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, 3, 1)
-    inner = torch.optim.AdamW(module.named_parameters())
-    optimizer = MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True), scaler)
-    before = [param.clone() for param in module.parameters()]
-    optimizer.scale_loss(module(batch(0, 0, FP16)).float().square().mean()).backward()
-    if dist.get_rank() == 1:
-        optimizer.offload()
-    try:
-        optimizer.step()
-    except Exception as error:
-        unchanged = all(bits_equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-        return [type(error).__name__, str("reload()" in str(error) or "rank 1" in str(error)), str(unchanged)]
-    return []
-
-
-def test_one_rank_that_forgot_to_reload(ranks: RankPool) -> None:
-    """All ranks raise at the same step, and no rank has updated."""
-    first, second = ranks.run(2, _one_rank_is_away)
-    assert second == ["UsageError", "True", "True"]
-    assert first[1:] == ["True", "True"]
 
 
 def _forgot_to_reload(kind: str, away: list[int]) -> list[str]:

@@ -9,12 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from megascale import DistributedOptimizer, MixedPrecisionOptimizer, ParallelGroups
-from megascale.errors import InnerStepError, StateDictError
-from megascale.grad_sync import GradSync
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer
 from tests.counting import OperatorCounter
-from tests.distributed.test_distributed_optimizer import SIZES, _Messages, batch, config_of, net, same, scaler, weights
-from tests.meshes import hybrid_groups
+from tests.distributed.test_distributed_optimizer import _Messages, batch, config_of, net, same, scaler, weights
 from tests.pool import RankPool
 from tests.training import Sign
 from tests.whole_optimizers import WHOLE, named
@@ -28,21 +25,6 @@ def build(module: nn.Module, inner: str, **options: Any) -> DistributedOptimizer
     given: dict[str, Any] = {"bucket_numel": 300} | options
     return DistributedOptimizer(
         KINDS[inner](module), config_of(FP16), scaler(FP16), modules=module, grads_are_scaled=True, **given
-    )
-
-
-def build_replicated(module: nn.Module, inner: str) -> MixedPrecisionOptimizer:
-    """Return the unsharded optimizer, whose gradients a GradSync reduces."""
-    optimizer = KINDS[inner](module)
-    names = {id(param): name for name, param in module.named_parameters()}
-    trained = [(names[id(param)], param) for group in optimizer.param_groups for param in group["params"]]
-    return MixedPrecisionOptimizer(
-        optimizer,
-        config_of(FP16),
-        scaler(FP16),
-        named_parameters=trained,
-        grad_sync=GradSync(trained, bucket_numel=300),
-        grads_are_scaled=True,
     )
 
 
@@ -72,64 +54,6 @@ def take_step(
     return bool(optimizer.step().success)
 
 
-def _against_unsharded(inner: str, hybrid: bool = False) -> tuple[dict[str, bool], dict[str, Tensor]]:
-    """Train sharded and unsharded on the same reduced gradients: sums of two, or of equal ones, have one order."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    of_rank = None if world == 2 else 0
-    module, twin = net(), net()
-    groups = hybrid_groups() if hybrid else None
-    overlap = inner == "soap"
-    ours = build(module, inner, shard="parameters", groups=groups, overlap_param_gather=overlap)
-    theirs = build_replicated(twin, inner)
-    found: dict[str, bool] = {}
-    for step in range(world + 3):
-        bad = step >= 2 and step - 2 == rank  # each rank overflows in turn
-        before = everything(ours, module)
-        landed = [
-            take_step(ours, module, step, bad=bad, rank=of_rank),
-            take_step(theirs, twin, step, bad=bad, rank=of_rank),
-        ]
-        found[f"landed {step}"] = landed == [not 2 <= step < world + 2] * 2
-        found[f"unchanged {step}"] = same(before, everything(ours, module)) != landed[0]
-    found["bits"] = same(everything(ours, module), everything(theirs, twin))
-    found["scale"] = bool(ours.get_loss_scale() == theirs.get_loss_scale())
-    found["owners"] = _each_has_one_owner(ours, dict(theirs.main_params()))
-    return found, everything(ours, module)
-
-
-def _each_has_one_owner(optimizer: DistributedOptimizer, whole: dict[str, Tensor]) -> bool:
-    """Whether each main param is whole on one rank of those that share a copy, and its state nowhere else."""
-    owned = {name: main.shape for name, main in optimizer.main_params() if main.numel()}
-    everywhere: list[Any] = [None] * dist.get_world_size(optimizer.groups.data_shard)
-    dist.all_gather_object(everywhere, owned, group=optimizer.groups.data_shard)
-    every = [pair for one in everywhere for pair in one.items()]
-    state = optimizer.optimizer.state
-    names = {id(param): name for bucket in optimizer.grad_sync.buckets for name, param in bucket.params.items()}
-    is_elsewhere = all(
-        names[id(param)] in owned or not any(value.numel() for key, value in nested(held).items() if key != ".step")
-        for param, held in state.items()
-    )
-    return sorted(every) == sorted((name, main.shape) for name, main in whole.items()) and is_elsewhere
-
-
-@pytest.mark.default("adafactor-2")
-@pytest.mark.parametrize(("inner", "world"), [(inner, world) for inner in (*WHOLE, "adamw") for world in SIZES])
-def test_bits_of_the_unsharded_optimizer(ranks: RankPool, inner: str, world: int) -> None:
-    """Invariants 2 and 3: main params, state and weights as unsharded; overflows on each rank in turn change no bit."""
-    results = ranks.run(world, _against_unsharded, inner)
-    for found, state in results:
-        assert all(found.values()), found
-        assert same(state, results[0][1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", ["soap", "adamw"])
-def test_owners_of_each_copy(ranks: RankPool, inner: str) -> None:
-    """Two copies of two shards each: both copies have the bits of the unsharded optimizer."""
-    for found, _ in ranks.run(4, _against_unsharded, inner, True):
-        assert all(found.values()), found
-
-
 class _Counted(_Messages):
     """Counts also the elements that this rank sends."""
 
@@ -148,7 +72,7 @@ class _Counted(_Messages):
         return self
 
 
-def _counts(shard: str) -> tuple[int, int, dict[str, int], int, int]:
+def _counts(shard: str) -> tuple[int, int, dict[str, int], int, int, set[str]]:
     module = net()
     optimizer = build(module, "sign", shard=shard, elementwise=True)
     take_step(optimizer, module, 0)
@@ -158,17 +82,21 @@ def _counts(shard: str) -> tuple[int, int, dict[str, int], int, int]:
         optimizer.scale_loss(loss).backward()
         optimizer.step()
     others = {str(op): n for op, n in step.counts.items() if op.namespace == "c10d" and "allreduce" in str(op)}
-    return messages.sent, messages.elements, others, step.host_reads, len(optimizer.grad_sync.buckets)
+    owned = {name for name, main in optimizer.main_params() if main.numel()}
+    return messages.sent, messages.elements, others, step.host_reads, len(optimizer.grad_sync.buckets), owned
 
 
 def test_collectives_and_bytes_of_a_step(ranks: RankPool) -> None:
-    """One all-reduce, one host read; a bucket is one reduction and one gather, with no more bytes than equal shards."""
+    """One all-reduce, one host read; a bucket is one reduction and one gather, with no more bytes than equal shards.
+    Each parameter has one owner. Its bits are those of the unsharded optimizer in the checkpoint table, and in lives.
+    """
     equal, owned = (ranks.run(3, _counts, shard) for shard in ("elements", "parameters"))
-    for sent, _, others, host_reads, buckets in owned:
+    for sent, _, others, host_reads, buckets, _ in owned:
         assert sent <= 2 * 2 * buckets
         assert others == {"c10d.allreduce_.default": 1}
         assert host_reads == 1
-    assert sum(elements for _, elements, _, _, _ in owned) <= sum(elements for _, elements, _, _, _ in equal)
+    assert sum(one[1] for one in owned) <= sum(one[1] for one in equal)
+    assert sorted(name for one in owned for name in one[5]) == sorted(name for name, _ in net().named_parameters())
 
 
 class _Broadcasts:
@@ -229,64 +157,3 @@ def test_backends_by_device(ranks: RankPool) -> None:
     """A group with a backend for each kind of device, as docs/fsdp2.md asks for: what counts is the parameters'."""
     alone, by_device = (ranks.run(2, _over_a_group_of, backend) for backend in ("gloo", "cpu:gloo"))
     assert all(map(same, alone, by_device))
-
-
-def _unportable() -> str:
-    module = net()
-    optimizer = build(module, "sign")
-    take_step(optimizer, module, 0)
-    if dist.get_rank() == 1:
-        next(iter(optimizer.optimizer.state.values()))["helper"] = object()
-    with pytest.raises(StateDictError) as caught:
-        optimizer.state_dict()
-    return str(caught.value)
-
-
-def test_state_that_one_owner_cannot_save_is_named_on_all(ranks: RankPool) -> None:
-    """Invariant 7: only its owner has a parameter's state; all ranks raise what is wrong with it."""
-    for message in ranks.run(2, _unportable):
-        assert "rank 1: state[" in message
-        assert "['helper'] is a object, which a state dict cannot hold" in message
-
-
-class _Fails(Sign):
-    """Raises at its second step where it has a parameter of one row."""
-
-    taken = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step."""
-        self.taken += 1
-        if self.taken == 2 and any(len(p) == 1 and p.dim() == 2 for p in self.param_groups[0]["params"]):
-            raise RuntimeError("no convergence")
-        super().step()
-
-
-def _failing(alone: bool) -> list[str]:
-    module = net()
-    optimizer = DistributedOptimizer(
-        _Fails(named(module)),
-        config_of(FP16),
-        scaler(FP16),
-        modules=module,
-        bucket_numel=300,
-        groups=ParallelGroups() if alone else None,
-    )
-    messages = []
-    for step in range(4):
-        try:
-            take_step(optimizer, module, step)
-            messages.append("")
-        except InnerStepError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_step_that_fails_on_its_owner_is_every_ranks_error(ranks: RankPool) -> None:
-    """Invariant 7: the owner's optimizer raises: no rank is left waiting, and all raise it at the next step."""
-    for messages in ranks.run(2, _failing, False):
-        assert messages == ["", "", messages[2], ""]
-        assert "_Fails.step() raised RuntimeError: no convergence" in messages[2]
-    for messages in ranks.run(2, _failing, True):
-        assert "_Fails.step() raised RuntimeError: no convergence" in messages[1]
-        assert messages == ["", messages[1], "", ""]

@@ -1,6 +1,8 @@
 """Checkpoints of DistributedOptimizer: every rank writes its own shard, and any number of ranks reads them back."""
 
+import os
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megascale import ChainedOptimizer, DistributedOptimizer, MixedPrecisionOptimizer, ParallelGroups
+from megascale import ChainedOptimizer, DistributedOptimizer, MixedPrecisionOptimizer
 from megascale.checkpoint import Checkpointer
+from megascale.checkpoint import directory as checkpoint_directory
 from megascale.checkpoint.files import PlannedRead
-from megascale.errors import CheckpointError
-from tests.checkpoint_cases import differences, message_of, state_of
+from megascale.errors import CheckpointError, RankError
+from tests.checkpoint_cases import differences, state_of
 from tests.distributed.test_distributed_optimizer import INNER, batch, config_of, scaler
 from tests.meshes import hybrid_groups
 from tests.pool import RankPool
@@ -80,33 +82,6 @@ def save(directory: Path, dtype: torch.dtype, inner: str) -> dict[str, Any]:
     return full(model, optimizer)
 
 
-def _go_on(directory: Path, async_save: bool) -> dict[str, Any]:
-    model, optimizer = build(0)
-    with Checkpointer(directory, async_save=async_save) as checkpointer:
-        train(model, optimizer, 0, 4)
-        checkpointer.save(4, model, optimizer)
-        train(model, optimizer, 4, 8)
-    return full(model, optimizer)
-
-
-def _resume(directory: Path) -> dict[str, Any]:
-    model, optimizer = build(1)
-    assert Checkpointer(directory).load(model, optimizer).step == 4
-    train(model, optimizer, 4, 8)
-    return full(model, optimizer)
-
-
-@pytest.mark.default("1-False")
-@pytest.mark.parametrize(("world_size", "async_save"), [(1, False), (2, True), (3, False)])
-def test_resumed_training_is_bitwise_the_same(
-    ranks: RankPool, tmp_path: Path, world_size: int, async_save: bool
-) -> None:
-    """Also where training has gone on while the checkpoint was written: live pieces were copied first."""
-    went_on = ranks.run(world_size, _go_on, tmp_path, async_save)
-    for before, after in zip(went_on, ranks.run(world_size, _resume, tmp_path), strict=True):
-        assert differences(before, after) == []
-
-
 def _own_file(directory: Path) -> tuple[int, int]:
     model, optimizer = _wide(0)
     path = Checkpointer(directory).save(0, model, optimizer)
@@ -119,44 +94,6 @@ def test_every_rank_writes_what_it_owns(ranks: RankPool, tmp_path: Path) -> None
     for owned, size in ranks.run(2, _own_file, tmp_path):
         assert owned < 650_000
         assert 14 * owned < size < 14 * owned + 300_000
-
-
-class Small(nn.Module):
-    """Two elements: fewer than ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(1, 2, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return shape [..., 1]."""
-        out: Tensor = self.line(x[..., :1])
-        return out
-
-
-def _small(seed: int) -> tuple[nn.Module, DistributedOptimizer]:
-    torch.manual_seed(seed)
-    model = Small().half()
-    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
-    return model, DistributedOptimizer(inner, config_of(FP16), scaler(FP16), modules=model)
-
-
-def _empty_ranks(directory: Path) -> tuple[int, list[str]]:
-    model, optimizer = _small(0)
-    train(model, optimizer, 0, 4)
-    Checkpointer(directory).save(4, model, optimizer)
-    fresh, loaded = _small(1)
-    Checkpointer(directory).load(fresh, loaded)
-    owned = sum(main.numel() for _, main in loaded.main_params())
-    return owned, differences(full(model, optimizer), full(fresh, loaded))
-
-
-def test_rank_that_owns_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    """It writes and reads no piece, and has the whole model after a load."""
-    results = ranks.run(3, _empty_ranks, tmp_path)
-    assert sorted(owned for owned, _ in results)[0] == 0
-    assert sum(owned for owned, _ in results) == 2
-    assert [lines for _, lines in results] == [[], [], []]
 
 
 def _hybrid(directory: Path) -> tuple[list[str], bool]:
@@ -213,83 +150,87 @@ def test_chained_optimizer(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, _chained, tmp_path) == [[], []]
 
 
-# What does not fit
-
-
-def _without_pickles(directory: Path) -> dict[str, Any]:
-    """Load where torch's readers of pickles raise; ranks still exchange objects."""
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((torch, "load"), (FileSystemReader, "read_metadata")):
-            patch.setattr(owner, name, lambda *_, **__: pytest.fail("a pickle was opened"))
-        model, optimizer = build(1)
-        Checkpointer(directory).load(model, optimizer)
-    return full(model, optimizer)
-
-
-def test_shards_are_read_without_a_pickle(ranks: RankPool, tmp_path: Path) -> None:
-    """Each rank finds its part of every piece by the manifest, and takes the bytes from the files."""
-    saved = ranks.run(2, save, tmp_path, FP16, "adamw")
-    loaded = ranks.run(2, _without_pickles, tmp_path)
-    assert differences(loaded, saved) == []
-
-
 # Failures of one rank
 
 
-def _broken_read(directory: Path, late: bool) -> tuple[str, list[str], list[str]]:
-    """The last rank's read fails: its staged one, or the one into live memory. Then it loads again."""
+def _full_disk(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def _at_read(number: int) -> Callable[[pytest.MonkeyPatch, Any], None]:
+    """Let the staged read fail, which is the first, or the one into live memory."""
+
+    def plant(patch: pytest.MonkeyPatch, _: Any) -> None:
+        read, reads = PlannedRead.read, count(1)
+        patch.setattr(PlannedRead, "read", lambda self: _full_disk() if next(reads) == number else read(self))
+
+    return plant
+
+
+def _save_while_training(checkpointer: Checkpointer, model: nn.Module, optimizer: Any) -> None:
+    checkpointer.save(2, model, optimizer)
+    for _ in range(20):  # training's collectives go on meanwhile
+        dist.all_reduce(torch.ones(1000))
+    checkpointer.wait()
+
+
+def _load(checkpointer: Checkpointer, model: nn.Module, optimizer: Any) -> None:
+    checkpointer.load(model, optimizer, strict=False)
+
+
+def _at_removal(patch: pytest.MonkeyPatch, _: Any) -> None:
+    patch.setattr(checkpoint_directory, "finish_removals", _full_disk)
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch, Any], object], Callable[..., object], str]] = {
+    "a full disk": (lambda patch, _: patch.setattr(os, "fsync", _full_disk), _save_while_training, "cannot write"),
+    "a folder": (_at_removal, _load, "cannot remove old checkpoints"),
+    "a look": (_at_removal, lambda checkpointer, *_: checkpointer.latest(), "cannot look for checkpoints"),
+    "a hook": (lambda _, optimizer: optimizer.register_state_dict_post_hook(_full_disk), _load, ""),
+    "a late hook": (lambda _, optimizer: optimizer.register_load_state_dict_post_hook(_full_disk), _load, ""),
+    "a read": (_at_read(1), _load, ""),
+    "a late read": (_at_read(2), _load, "holds a part of the checkpoint now: load again"),
+}
+"""What fails on one rank: planted before the call, and what the message says beside it."""
+VICTIM = {"a folder": 0, "a look": 0}
+"""The first rank alone looks for checkpoints; all else fails on the last one of three."""
+
+
+def _fails_on_one_rank(directory: Path, fault: str) -> tuple[str, list[str], list[str]]:
+    plant, call, _ = FAULTS[fault]
+    model, optimizer = build(0)
+    train(model, optimizer, 0, 4)
+    saved = full(model, optimizer)
+    checkpointer = Checkpointer(directory, keep_last=2, async_save=True)
+    checkpointer.save(1, model, optimizer)
+    checkpointer.wait()
     model, optimizer = build(1)
     before = full(model, optimizer)
-    patch = pytest.MonkeyPatch()
-    reads: list[int] = []
-    read = PlannedRead.read
-
-    def fail(planned: PlannedRead) -> None:
-        reads.append(1)
-        if dist.get_rank() == dist.get_world_size() - 1 and len(reads) == 1 + late:
-            raise OSError("disk gone")
-        read(planned)
-
-    patch.setattr(PlannedRead, "read", fail)
-    message = message_of(CheckpointError, lambda: Checkpointer(directory).load(model, optimizer))
-    patch.undo()
-    changed = differences(before["optimizer"], optimizer.state_dict())
-    Checkpointer(directory).load(model, optimizer)
-    fresh, loaded = build(2)
-    Checkpointer(directory).load(fresh, loaded)
-    return message, changed, differences(full(model, optimizer), full(fresh, loaded))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == VICTIM.get(fault, 2):
+            plant(patch, optimizer)
+        with pytest.raises((CheckpointError, RankError)) as caught:
+            call(checkpointer, model, optimizer)
+    changed = differences(before["optimizer"], optimizer.state_dict()) if "hook" not in fault else []
+    model, optimizer = build(2)
+    assert checkpointer.load(model, optimizer).step == 1
+    return str(caught.value), changed, differences(full(model, optimizer), saved)
 
 
-@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_failed_read_of_one_rank(ranks: RankPool, tmp_path: Path, late: bool) -> None:
-    """One error on all ranks. Nothing has changed; or the error says what has, and loading again mends it."""
-    ranks.run(2, save, tmp_path, FP16, "adamw")
-    for message, changed, after in ranks.run(3, _broken_read, tmp_path, late):
-        assert "rank 2: " in message
-        assert "OSError: disk gone" in message
-        assert ("holds a part of the checkpoint now: load again" in message) == late
-        assert (changed == []) == (not late)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_fails_on_one_rank_is_every_ranks_error(ranks: RankPool, tmp_path: Path, fault: str) -> None:
+    """While it writes in the background, looks for checkpoints, reads, or runs a user's hook: the others went on to
+    their next collective. Nothing has changed, or the error says what has; and the next load is right.
+    """
+    results = ranks.run(3, _fails_on_one_rank, tmp_path, fault)
+    assert len({message for message, *_ in results}) == 1
+    for message, changed, after in results:
+        assert f"rank {VICTIM.get(fault, 2)}: " in message
+        assert FAULTS[fault][2] in message
+        assert "No space left on device" in message
+        assert (changed == []) == (fault != "a late read")
         assert after == []
-
-
-def _expert(directory: Path, alone: bool) -> str:
-    model = Model().half()
-    model.cube.allreduce = False  # type: ignore[attr-defined]
-    groups = ParallelGroups(dist.group.WORLD, expert_data_parallel=None)
-    inner = INNER["adamw"](model)
-    optimizer = DistributedOptimizer(inner, config_of(FP16), scaler(FP16), modules=model, groups=groups)
-    checkpointer = Checkpointer(directory, groups=groups)
-    if alone:
-        checkpointer.save(0, model, optimizer)
-        return ""
-    return message_of(CheckpointError, lambda: checkpointer.save(0, model, optimizer))
-
-
-def test_experts_of_one_name_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    """Each rank's expert would be saved under the same name, and all but the first be lost."""
-    assert ranks.run(1, _expert, tmp_path, True) == [""]
-    for message in ranks.run(2, _expert, tmp_path, False):
-        assert "parameter 'cube' is an expert's (allreduce=False), not the same on all ranks" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
 # Memory

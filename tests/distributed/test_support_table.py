@@ -86,54 +86,27 @@ ROWS: dict[str, Feature] = {
 }
 
 
-def _alone(feature: Feature, config: OptimizerConfig, scaler: Any) -> Built:
-    model = Net().to(feature.dtype)
+COLUMNS = ("one process", "DDP", "`GradSync`", "`DistributedOptimizer`", "FSDP2", "tensor parallel")
+
+
+def _built(column: str, feature: Feature, config: OptimizerConfig, scaler: Any) -> Built:
+    """Return a model that ranks share as the column says, and its optimizer."""
+    model: nn.Module = Net().to(feature.dtype)
+    options: dict[str, Any] = {"groups": ParallelGroups()} if column == "one process" else {}
+    if column == "FSDP2":
+        options["groups"] = mesh_of((2,), ("dp",))
+        fully_shard(model, mesh=options["groups"])
+    elif column == "tensor parallel":
+        options["groups"] = mesh = mesh_of((1, 2), ("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    elif column == "`GradSync`":
+        options["grad_sync"] = GradSync(model.named_parameters())
     inner = feature.inner(model.named_parameters())
-    return model, MixedPrecisionOptimizer(inner, config, scaler, groups=ParallelGroups())
-
-
-def _ddp(feature: Feature, config: OptimizerConfig, scaler: Any) -> Built:
-    model = Net().to(feature.dtype)
-    inner = feature.inner(model.named_parameters())
-    return DistributedDataParallel(model), MixedPrecisionOptimizer(inner, config, scaler)
-
-
-def _grad_sync(feature: Feature, config: OptimizerConfig, scaler: Any) -> Built:
-    model = Net().to(feature.dtype)
-    inner = feature.inner(model.named_parameters())
-    return model, MixedPrecisionOptimizer(inner, config, scaler, grad_sync=GradSync(model.named_parameters()))
-
-
-def _sharded(feature: Feature, config: OptimizerConfig, scaler: Any) -> Built:
-    model = Net().to(feature.dtype)
-    inner = feature.inner(model.named_parameters())
-    return model, DistributedOptimizer(inner, config, scaler, modules=[model])
-
-
-def _fsdp2(feature: Feature, config: OptimizerConfig, scaler: Any) -> Built:
-    model = Net().to(feature.dtype)
-    mesh = mesh_of((2,), ("dp",))
-    fully_shard(model, mesh=mesh)
-    inner = feature.inner(model.named_parameters())
-    return model, MixedPrecisionOptimizer(inner, config, scaler, groups=mesh)
-
-
-def _tensor_parallel(feature: Feature, config: OptimizerConfig, scaler: Any) -> Built:
-    model = Net().to(feature.dtype)
-    mesh = mesh_of((1, 2), ("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    inner = feature.inner(model.named_parameters())
-    return model, MixedPrecisionOptimizer(inner, config, scaler, groups=mesh)
-
-
-COLUMNS: dict[str, Callable[[Feature, OptimizerConfig, Any], Built]] = {
-    "one process": _alone,
-    "DDP": _ddp,
-    "`GradSync`": _grad_sync,
-    "`DistributedOptimizer`": _sharded,
-    "FSDP2": _fsdp2,
-    "tensor parallel": _tensor_parallel,
-}
+    if column == "`DistributedOptimizer`":
+        return model, DistributedOptimizer(inner, config, scaler, modules=[model])
+    if column == "DDP":
+        model = DistributedDataParallel(model)
+    return model, MixedPrecisionOptimizer(inner, config, scaler, **options)
 
 
 def _train(model: nn.Module, optimizer: Any, feature: Feature, averages: AveragedMainParams | None) -> list[bool]:
@@ -168,7 +141,7 @@ def _try(row: str, column: str) -> str:
     torch.manual_seed(0)
     try:
         scaler = DynamicGradScaler(2.0**8) if feature.dtype == torch.float16 else None
-        model, optimizer = COLUMNS[column](feature, OptimizerConfig(**feature.config), scaler)
+        model, optimizer = _built(column, feature, OptimizerConfig(**feature.config), scaler)
         averages = None
         if feature.use in ("ema", "applied"):
             averages = AveragedMainParams(

@@ -126,21 +126,3 @@ def test_a_split_parameter_that_is_not_marked_is_named(ranks: RankPool) -> None:
     for message in ranks.run(2, _undeclared):
         assert "of 'params.0'" in message
         assert "tensor_model_parallel = True" in message
-
-
-def _late() -> list[str]:
-    """As on an accelerator, where the host learns of the statistics one step later."""
-    module, optimizer = _layer("plain", 2)
-    optimizer.recipe.errors._on_host = False
-    before = module[1].detach().clone()
-    _set_grads(module, partial=True)
-    skipped = not bool(optimizer.step().success)
-    message = message_of(UsageError, optimizer.step)
-    return [message, str(skipped and torch.equal(module[1], before))]
-
-
-def test_the_name_is_known_one_step_late(ranks: RankPool) -> None:
-    """The step with the difference is skipped; the next call raises."""
-    for message, unchanged in ranks.run(2, _late):
-        assert "of 'params.1'" in message
-        assert unchanged == "True"

@@ -153,20 +153,6 @@ def test_sharded_run_goes_on_replicated(train: Train, tmp_path: Path) -> None:
         assert float(row["loss"]) == pytest.approx(float(other["loss"]), rel=1e-2)
 
 
-@pytest.mark.slow
-def test_sharded_resume_is_bitwise_on_two_ranks(train: Train, tmp_path: Path) -> None:
-    """Shards saved and read back by new processes: params, main params, moments, scaler and log as without a break."""
-    train(2, tmp_path / "straight", *SHARDED, "steps=40")
-    train(2, tmp_path / "halves", *SHARDED, "steps=20")
-    assert "resumed at step 20" in train(2, tmp_path / "halves", *SHARDED, "steps=40")
-    straight, straight_scaler, _ = _state(tmp_path / "straight")
-    halves, halves_scaler, _ = _state(tmp_path / "halves")
-    assert same_bits(straight, halves)
-    assert straight_scaler == halves_scaler
-    assert _without_speed(_rows(tmp_path / "straight")) == _without_speed(_rows(tmp_path / "halves"))
-    assert "resumed at step 40" in train(4, tmp_path / "halves", *SHARDED, "steps=44")
-
-
 @pytest.mark.parametrize(
     "world_size", [pytest.param(1, marks=pytest.mark.release), pytest.param(2, marks=pytest.mark.slow)]
 )

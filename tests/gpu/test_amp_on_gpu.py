@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import amp
 from tests.gpu import device
 from tests.unit.amp import test_grad_scaler_bits as bodies
 
@@ -60,31 +59,3 @@ def test_what_torchs_scaler_does(name: str, optimizer: str) -> None:
         for kind in bodies.BOTH
     )
     _alike(ours, theirs, exact=not optimizer.endswith("fused"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_end_of_an_iteration_in_one_call(dtype: torch.dtype) -> None:
-    """optimizer_step() beside the four calls, under autocast."""
-    found = []
-    for one_call in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1)).to(device())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        scaler = amp.GradScaler(device().type, init_scale=2.0**20, growth_interval=3)
-        for step in range(8):
-            x = torch.linspace(-1, 1, 64, device=device()).view(4, 16) * (1 + step)
-            optimizer.zero_grad()
-            with amp.autocast(device_type=device().type, dtype=dtype):
-                loss = model(x).float().square().mean()
-            if one_call:
-                amp.optimizer_step(loss, optimizer, scaler, max_gradient_norm=1.0)
-                continue
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        found.append([scaler.get_scale(), *(param.detach().cpu() for param in model.parameters())])
-    _alike(found[0][0], found[1][0], exact=True)
-    for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import DynamicGradScaler
 from megascale.checkpoint.planner import HostMemory
 from megascale.host_view import HostView
-from tests.training import INNER, Bag, bits_equal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's streams")]
 
@@ -22,28 +21,6 @@ def test_a_scaler_comes_to_the_host_whole() -> None:
     state = scaler.to("cpu").state_dict()
     assert state["scale"].tolist() == [512.0]
     assert (state["growth_tracker"], state["hysteresis_tracker"]) == (0, 0)
-
-
-@pytest.mark.parametrize("devices", [["cpu", "cuda"], ["cuda", "cpu"]])
-def test_parameters_on_host_and_device(devices: list[str]) -> None:
-    """Statistics and decisions that cross over are those of the step: the bits of parameters that are all on a CPU."""
-
-    def built(where: list[str]) -> tuple[Bag, MixedPrecisionOptimizer]:
-        values = torch.arange(1.0, 13.0).view(2, 6)
-        module = Bag([value.half().to(device) for value, device in zip(values, where, strict=True)])
-        config = OptimizerConfig(fp16=True, backend="torch")
-        scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
-        return module, MixedPrecisionOptimizer(INNER["sgd"](module), config, scaler, grads_are_scaled=True)
-
-    (module, optimizer), (twin, other) = built(devices), built(["cpu", "cpu"])
-    for step in range(8):
-        for one in (module, twin):
-            for index, param in enumerate(one.parameters()):
-                param.grad = torch.full_like(param, float("inf") if step == 3 and index == 1 else 64.0)
-        torch.cuda._sleep(CYCLES // 8)
-        assert bool(optimizer.step().success) == bool(other.step().success) == (step != 3)
-    for param, expected in zip(module.parameters(), twin.parameters(), strict=True):
-        assert bits_equal(param.cpu(), expected)
 
 
 def test_late_values_of_a_device_that_is_not_current() -> None:

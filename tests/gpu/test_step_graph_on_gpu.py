@@ -5,11 +5,10 @@ import os
 import subprocess
 import sys
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megascale import (
     DistributedOptimizer,
@@ -18,7 +17,7 @@ from megascale import (
     OptimizerConfig,
     StepGraph,
 )
-from megascale.errors import MainParamOverflowError, UsageError
+from megascale.errors import UsageError
 from tests.training import INNER, Tiny, grad_of, model, same_bits, set_grads, snapshot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")]
@@ -189,28 +188,3 @@ def test_replay_notices_what_has_moved() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     with pytest.raises(UsageError, match="make a new StepGraph"):
         graph.replay()
-
-
-def test_overflowing_main_param_is_raised_one_step_late() -> None:
-    """What a replay finds out reaches the host at the next one."""
-    module, optimizer = _made("sgd", "torch")
-    set_grads(module, 0)
-    graph = StepGraph(optimizer)
-    optimizer.param_groups[0]["lr"] = 1e9
-    graph.replay()
-    graph.replay()
-    with pytest.raises(MainParamOverflowError):
-        graph.replay()
-
-
-def test_scheduler_drives_the_graph() -> None:
-    """Torch's LR schedulers write into the tensor that the graph reads."""
-    module, optimizer = _made("sgd", "torch")
-    set_grads(module, 0)
-    graph: Any = StepGraph(optimizer)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
-    graph.replay()
-    scheduler.step()
-    before = [param.detach().clone() for param in nn.Module.parameters(module)]
-    graph.replay()
-    assert all(torch.equal(param, old) for param, old in zip(module.parameters(), before, strict=True))

@@ -13,10 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, build_optimizer
+from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.checkpoint import Checkpointer
-from megascale.debug import watch
-from megascale.rollout import rollout_weights
 from megascale.utils.dtensors import to_local
 from tests.fake_device.training import CODES, OVERLAP
 from tests.gpu import device
@@ -107,49 +105,6 @@ def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path, options: dict[str, Any],
     Checkpointer(tmp_path / "there").load(again, resumed)
     _train(again, resumed, range(5, 8))
     assert _same(again, twin)
-
-
-def test_a_rollout_reads_the_newest_weights() -> None:
-    """While their update is still under way in host memory."""
-    module, twin = _model(), _model()
-    optimizer, other = _wrapped(module, **OVERLAP), _wrapped(twin)
-    for one, own in ((module, optimizer), (twin, other)):
-        own.zero_grad()
-        own.scale_loss(one(torch.ones(8, 32, device=device()).half()).float().square().mean()).backward()
-        own.step()
-    read = {name: value.clone() for name, value in rollout_weights(module, optimizer)}
-    expected = dict(twin.named_parameters())
-    assert read.keys() == expected.keys()
-    assert all(bits_equal(value, expected[name].detach()) for name, value in read.items())
-
-
-def test_muon_trains_and_skips() -> None:
-    """Hidden matrices by Muon, all else by AdamW, in one chain; a step that overflows changes nothing."""
-    module = _model()
-    config = OptimizerConfig(optimizer="muon", lr=1e-2, fp16=True, clip_grad=1.0)
-    optimizer: Any = build_optimizer(config, module, grad_scaler=DynamicGradScaler(2.0**8, growth_interval=3))
-    _train(module, optimizer, range(2))
-    before = [param.detach().clone() for param in module.parameters()]
-    _train(module, optimizer, range(2, 3))
-    assert all(map(bits_equal, before, (param.detach() for param in module.parameters())))
-    _train(module, optimizer, range(3, 4))
-    assert not any(map(bits_equal, before, (param.detach() for param in module.parameters())))
-
-
-def test_the_layer_that_overflowed_is_named() -> None:
-    """Forward of the third layer, whose weights are too large."""
-    module = _model()
-    optimizer = _wrapped(module)
-    with torch.no_grad():
-        dict(module.named_parameters())["2.weight"].fill_(6e4)
-    with watch(module):
-        optimizer.zero_grad()
-        optimizer.scale_loss(module(torch.ones(8, 32, device=device()).half() * 100).float().mean()).backward()
-        optimizer.step()
-        report = optimizer.last_overflow()
-    assert report is not None
-    assert report.module is not None
-    assert (report.module.module, report.module.phase) == ("2", "forward")
 
 
 def _printed(*program: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
@@ -149,20 +149,6 @@ def test_a_distributed_optimizer_is_refused_in_an_adopted_loop(ranks: RankPool) 
 # FSDP2
 
 
-def _sharded_by_hand() -> Ran:
-    with as_rank():
-        accelerator, module = accelerator_of(), model()
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        fully_shard(module, mp_policy=policy)
-        optimizer = wrap(module)
-        return _ran(accelerator, module, accelerator.prepare(optimizer), optimizer)
-
-
-def test_fsdp2_applied_by_hand(ranks: RankPool) -> None:
-    """A model under torch's fully_shard, of which only the optimizer is prepared."""
-    _check(ranks.run(WORLD, _sharded_by_hand), "FSDPTiny")
-
-
 def _sharded_by_plugin(folder: str, reduce: torch.dtype | None) -> tuple[Ran, bool, int]:
     with as_rank():
         policy = None if reduce is None else MixedPrecisionPolicy(reduce_dtype=reduce)
@@ -237,19 +223,15 @@ def _saves_or_loads(folder: str, load: bool, kind: str, dtype: torch.dtype = tor
         return found
 
 
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_fsdp2_goes_on_at_another_number_of_ranks(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    """save_state on two ranks, load_state on two and on four: main params, scale and trackers with every bit."""
-    [saved, _] = ranks.run(WORLD, _saves_or_loads, str(tmp_path), False, kind)
-    for world in (WORLD, 2 * WORLD):
-        for loaded in ranks.run(world, _saves_or_loads, str(tmp_path), True, kind):
-            assert same_bits(loaded, saved)
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("ddp", torch.float16), ("SHARDED_STATE_DICT", torch.float16), ("ddp", torch.bfloat16)],
-    ids=["ddp", "fsdp2", "bf16"],
+    [
+        ("ddp", torch.float16),
+        ("SHARDED_STATE_DICT", torch.float16),
+        ("FULL_STATE_DICT", torch.float16),
+        ("ddp", torch.bfloat16),
+    ],
+    ids=["ddp", "fsdp2", "fsdp2 full", "bf16"],
 )
 def test_a_run_goes_on_in_new_processes(kind: str, dtype: torch.dtype, ranks: RankPool, tmp_path: Path) -> None:
     """Two ranks skip together, and what they save two new processes and four ranks take up."""
@@ -259,17 +241,6 @@ def test_a_run_goes_on_in_new_processes(kind: str, dtype: torch.dtype, ranks: Ra
         results = fresh.results(timeout=200)
     for loaded in (*results, *ranks.run(2 * WORLD, _saves_or_loads, str(tmp_path), True, kind, dtype)):
         assert same_bits(loaded, saved)
-
-
-def _plugin_on_cpu() -> str:
-    with as_rank():
-        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-        return str(accelerator.distributed_type.value)
-
-
-def test_accelerate_leaves_its_fsdp_plugin_out_on_a_cpu(ranks: RankPool) -> None:
-    """Why the test above opens the door by hand: with ``cpu=True`` Accelerate drops the plugin without a word."""
-    assert ranks.run(WORLD, _plugin_on_cpu) == ["MULTI_CPU"] * WORLD
 
 
 # The documented script

@@ -9,7 +9,7 @@ import torch
 
 from megascale.errors import ArgumentTypeError
 from tests.pool import RankPool
-from tests.training import bits_equal, same_bits
+from tests.training import same_bits
 
 pytest.importorskip("axolotl.integrations.base", reason="needs axolotl's wheel and addict: .ci/install_integrations")
 
@@ -26,13 +26,10 @@ from tests.integrations.hf_ranks import (
     assert_others_take_it_up,
     assert_resumed,
     build,
-    by_axolotl,
     resume_on_rank,
     train_on_rank,
     unmixed,
 )
-
-CODES = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}
 
 
 @pytest.fixture(autouse=True)
@@ -86,37 +83,6 @@ def test_a_wrong_option_is_an_error_before_anything_is_loaded() -> None:
     """A typing error in the YAML file is named when the configuration is read."""
     with pytest.raises(ArgumentTypeError, match="did you mean 'hysteresis'"):
         _manager(DictDefault({"plugins": [AXOLOTL_PLUGIN], "megascale": {"histeresis": 1}}))
-
-
-def test_bf16_weights_have_main_params(tmp_path: Path) -> None:
-    """``bfloat16: true`` in the YAML file, and the plugin: fp32 main params, and no loss scale."""
-    trainer = build("axolotl", tmp_path, torch.bfloat16, megascale=None, bf16=True)
-    trainer.train()
-    optimizer = optimizer_of(trainer)
-    assert optimizer.grad_scaler is None
-    assert {main.dtype for _, main in optimizer.main_params()} == {torch.float32}
-    assert all(bits_equal(main.bfloat16(), param) for (_, main), param in _pairs(trainer))
-
-
-def _pairs(trainer: Any) -> list[Any]:
-    params = dict(trainer.model.named_parameters())
-    return [((name, main), params[name]) for name, main in optimizer_of(trainer).main_params()]
-
-
-def test_adapters_and_8_bit_moments(tmp_path: Path) -> None:
-    """LoRA over a frozen fp16 base, as ``adapter: lora`` makes it: adapters alone move; their moments are codes."""
-    peft = pytest.importorskip("peft", reason="LoRA needs peft")
-    torch.manual_seed(0)
-    trainer = unmixed("trainer", tmp_path, torch.float16)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config, autocast_adapter_dtype=False)
-    by_axolotl(OPTIONS | CODES, trainer)
-    before = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
-    trainer.train()
-    for entries in optimizer_of(trainer).optimizer.state.values():
-        assert (entries["exp_avg"].dtype, entries["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
-    moved = {name for name, param in trainer.model.named_parameters() if not bits_equal(param, before[name])}
-    assert moved == {name for name in before if "lora" in name}
 
 
 @pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])

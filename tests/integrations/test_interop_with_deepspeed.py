@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from megascale.interop import load_scaler_state
-from tests.integrations.interop_cases import ADAMW, BEFORE, converted, follow, grads, net, schedule
+from tests.integrations.interop_cases import ADAMW, BEFORE, converted, follow, net, schedule
 from tests.pool import RankPool
 
 WORLD = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -167,30 +167,3 @@ def test_checkpoint_without_zero_converts(deepspeed: Any, tmp_path: Path) -> Non
     found = load_scaler_state(tmp_path / "checkpoints")
     assert (found.config.hysteresis, found.config.min_scale) == (1, 1.0)
     follow(found, lambda overflow: run.step(0, overflow), share=0.25)
-
-
-def test_flat_fp16_optimizer_converts(deepspeed: Any, tmp_path: Path) -> None:
-    """FP16_Optimizer, which its engine puts around its own fused Adam (here torch's, as its own must be compiled).
-
-    The file around its ``state_dict()`` is written by hand as the engine writes it.
-    """
-    kind = import_module("deepspeed.runtime.fp16.fused_optimizer").FP16_Optimizer
-    model = net(torch.float16)
-    args = {"init_scale": 2.0**12, "scale_window": 3, "min_scale": 1.0}
-    timers = import_module("deepspeed.utils.timer").NoopTimer()
-    adamw = torch.optim.AdamW(model.parameters(), **ADAMW)
-    peer = kind(adamw, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False, timers=timers)
-    for step, overflow in enumerate(schedule(BEFORE, 2)):
-        given = grads(model, peer.loss_scale, step, overflow)
-        for param, grad in zip(model.parameters(), given, strict=True):
-            param.grad = grad
-        peer.step()
-    content = {"module": model.state_dict(), "buffer_names": [], "optimizer": peer.state_dict(), "param_shapes": None}
-    (tmp_path / "step").mkdir()
-    torch.save(content | {"ds_config": {"fp16": {}}}, tmp_path / "step" / "mp_rank_00_model_states.pt")
-    state = converted(tmp_path / "step", tmp_path / "ours.pt")
-    flat = torch.cat([main.reshape(-1) for main in state["main_params"].values()])
-    moments = torch.cat([one["exp_avg"].reshape(-1) for one in state["optimizer"]["state"].values()])
-    assert torch.equal(flat, peer.fp32_groups_flat[0])
-    assert torch.equal(moments, adamw.state[peer.fp32_groups_flat[0]]["exp_avg"])
-    assert float(state["grad_scaler"]["scale"]) == peer.loss_scale

@@ -110,20 +110,6 @@ def test_torch_checkpoint_converts(tmp_path: Path) -> None:
     go_on_like_torch(loop, converted(tmp_path / "last.pt", tmp_path / "ours.pt"))
 
 
-def test_torch_checkpoint_becomes_main_params_of_fp16(tmp_path: Path) -> None:
-    """fp32 weights that autocast rounded become main params of an fp16 model, bit for bit."""
-    loop = TorchLoop(torch_scaler()).run()
-    content = {"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()}
-    torch.save(content | {"scaler": loop.scaler.state_dict()}, tmp_path / "last.pt")
-    state = converted(tmp_path / "last.pt", tmp_path / "ours.pt")
-    model, optimizer = ours(state, torch.float16, DynamicGradScaler(2.0, 2.0**-100, 2.0, 0.5, 4, 1))
-    for (_, main), half, weight in zip(
-        optimizer.main_params(), model.parameters(), loop.model.parameters(), strict=True
-    ):
-        assert torch.equal(main, weight)
-        assert torch.equal(half, weight.half())
-
-
 def test_accelerate_folder_converts(tmp_path: Path) -> None:
     """Accelerator.save_state: scaler.pt goes on for 200 steps; the folder converts, with the parameters' names."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")

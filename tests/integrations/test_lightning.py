@@ -1,7 +1,5 @@
 """MegascalePrecision in the real Trainer, on one CPU: the same bits as the same training in a plain loop."""
 
-import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,16 +38,17 @@ def _given_scaler(precision: str) -> DynamicGradScaler | None:
     return scaler() if precision in FP16 else None
 
 
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize(
-    ("options", "loop"),
+    ("precision", "options", "loop"),
     [
-        ({}, {}),
-        ({"gradient_clip_val": 0.05}, {"norm": 0.05}),
-        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"value": 0.01}),
-        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}, {"accumulate": 2, "norm": 0.05}),
+        ("16-true", {}, {}),
+        ("bf16-true", {"gradient_clip_val": 0.05}, {"norm": 0.05}),
+        ("16-true", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"value": 0.01}),
+        ("16-true", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}, {"accumulate": 2, "norm": 0.05}),
+        ("16-mixed", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}, {"accumulate": 2, "norm": 0.05}),
+        ("bf16-mixed", {"gradient_clip_val": 0.05}, {"norm": 0.05}),
     ],
-    ids=["plain", "norm", "value", "accumulated"],
+    ids=["plain", "norm", "value", "accumulated", "autocast", "autocast in bf16"],
 )
 def test_trains_as_a_plain_loop(precision: str, options: dict[str, Any], loop: dict[str, Any]) -> None:
     """Skips, scales, parameters, main params and moments equal the same training without Lightning, bit for bit."""
@@ -61,52 +60,6 @@ def test_trains_as_a_plain_loop(precision: str, options: dict[str, Any], loop: d
     assert [landed for landed, _ in rows].count(False) == 2
     assert_same(module.state_dict(), expected.state_dict())
     assert_same(run.optimizers[0].state_dict(), optimizer.state_dict())
-
-
-@pytest.mark.parametrize("kind", ["8-bit moments", "frozen base", "both"])
-def test_adapters_and_8_bit_moments(kind: str, tmp_path: Path) -> None:
-    """What configure_optimizers chooses, and the config: codes for moments, a frozen fp16 base that does not move.
-
-    A run that is saved in its middle ends in the bits of the whole run.
-    """
-    codes: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
-    if kind == "frozen base":
-        codes = {}
-    frozen = () if kind == "8-bit moments" else ("net.first.weight", "net.second.weight")
-
-    class Module(Regression):
-        def __init__(self, *given: Any, **options: Any) -> None:
-            super().__init__(*given, **options)
-            for name in frozen:
-                self.get_parameter(name).requires_grad_(False)
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return super().training_step([batches()[batch_idx].half()], batch_idx)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2)
-
-    class Save(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == 4:
-                trainer.save_checkpoint(tmp_path / "half")
-
-    def plugin(scale: float) -> MegascalePrecision:
-        config = OptimizerConfig(fp16=True, **codes)
-        return MegascalePrecision("16-true", config=config, grad_scaler=scaler(scale))
-
-    whole, rest = Module((1, 5)), Module((1, 5), seed=1)
-    before = {name: param.detach().half() for name, param in whole.named_parameters()}
-    expected = fitted(whole, plugin(2.0**8), callbacks=[Save()])
-    moved = {name for name, param in whole.named_parameters() if not bits_equal(param, before[name])}
-    assert moved == before.keys() - set(frozen)
-    for entries in cast(Any, expected.optimizers[0]).optimizer.state.values():
-        assert entries["exp_avg"].dtype == codes.get("exp_avg_dtype", torch.float32)
-    run = trainer(plugin(2.0**3))
-    run.fit(rest, loader(), ckpt_path=tmp_path / "half")
-    assert rest.rows == whole.rows[4:]
-    assert_same(rest.state_dict(), whole.state_dict())
-    assert_same(run.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
@@ -137,24 +90,6 @@ def test_a_checkpoint_of_a_run_without_the_plugin_goes_on(precision: str, tmp_pa
     assert len(module.rows) == len(loader())
 
 
-def test_clipping_bites() -> None:
-    """The limits of the tests above are below the gradients: other limits train other parameters."""
-    states = [
-        fitted(Regression(), MegascalePrecision("bf16-true"), **options)
-        .optimizers[0]
-        .state_dict()["optimizer"]["state"]
-        for options in (
-            {},
-            {"gradient_clip_val": 0.05},
-            {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        )
-    ]
-    firsts = [state["net.head.weight"]["exp_avg"] for state in states]
-    assert not firsts[0].equal(firsts[1])
-    assert not firsts[0].equal(firsts[2])
-    assert not firsts[1].equal(firsts[2])
-
-
 def test_fp16_on_the_cpu_is_fp16() -> None:
     """Parameters and gradients are fp16, main params fp32; Lightning itself turns "16-mixed" on the CPU into bf16."""
     module = Regression()
@@ -178,40 +113,6 @@ def test_takes_an_optimizer_that_is_wrapped_already() -> None:
     assert_same(ours.optimizers[0].state_dict(), theirs.optimizers[0].state_dict())
 
 
-def test_schedules_and_step_hooks_work_on_either_optimizer() -> None:
-    """A schedule built on the torch optimizer or on ours drives the lr, warns of nothing, and step hooks are called."""
-    called: list[str] = []
-
-    def configured(module: Regression, wrap: bool) -> Any:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
-        if wrap:
-            optimizer = MixedPrecisionOptimizer(optimizer, None, scaler())
-            optimizer.register_step_post_hook(lambda *_: called.append("hook"))
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-    states = []
-    for wrap, algorithm in ((False, "norm"), (True, "norm"), (True, "value")):
-        module = Regression((2,), partial(configured, wrap=wrap))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*lr_scheduler.*")
-            warnings.filterwarnings("error", message=".*optimizer.step.*")
-            run = fitted(
-                module,
-                MegascalePrecision("16-true", grad_scaler=scaler()),
-                gradient_clip_val=10.0,
-                gradient_clip_algorithm=algorithm,
-                callbacks=[pl.callbacks.LearningRateMonitor()],
-                logger=True,
-                default_root_dir="/nonexistent",
-            )
-        assert run.optimizers[0].param_groups[0]["lr"] == 1e-2 * 0.5**BATCHES
-        states.append(run.optimizers[0].state_dict())
-    assert len(called) == 2 * BATCHES
-    assert_same(states[0]["main_params"], states[1]["main_params"])
-    assert_same(states[0]["main_params"], states[2]["main_params"])
-
-
 def test_resumes_bit_for_bit(tmp_path: Path) -> None:
     """A run, saved in its middle and resumed by a new Trainer, ends in the bits of the whole run, scaler included."""
 
@@ -233,16 +134,6 @@ def test_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert rest.rows == whole.rows[4:]
     assert_same(rest.state_dict(), whole.state_dict())
     assert_same(run.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
-
-
-def test_checkpoints_hold_tensors_and_primitives(tmp_path: Path) -> None:
-    """Our part of a Lightning checkpoint loads with weights_only=True, which torch.load and Lightning default to."""
-    run = fitted(Regression((1,)), MegascalePrecision("16-true", grad_scaler=scaler()))
-    run.save_checkpoint(tmp_path / "checkpoint")
-    loaded = torch.load(tmp_path / "checkpoint", weights_only=True)
-    state = run.optimizers[0].state_dict()
-    assert_same({key: loaded["optimizer_states"][0][key] for key in state}, state)  # a file has torch's layout besides
-    assert loaded["optimizer_states"][0]["grad_scaler"]["scale"].item() == run.optimizers[0].get_loss_scale().item()
 
 
 @pytest.mark.gpu
@@ -298,14 +189,6 @@ def test_a_training_step_that_returns_none_leaves_out_the_step() -> None:
     assert [landed for landed, _ in module.rows].count(False) == 1
 
 
-def test_trains_without_an_optimizer() -> None:
-    """configure_optimizers may return None, as Lightning allows."""
-    module = Regression(inner=lambda _: None)  # type: ignore[arg-type,return-value]
-    before = {name: value.half() for name, value in module.state_dict().items()}
-    fitted(module, MegascalePrecision("16-true"))
-    assert_same(module.state_dict(), before)
-
-
 def test_gradients_in_hooks_are_scaled_and_can_be_had_unscaled() -> None:
     """on_before_optimizer_step sees gradients times the scale; unscaled_grads() yields them over it, in fp32."""
     norms: list[float] = []
@@ -334,34 +217,6 @@ def test_clipping_scaled_gradients_by_hand_is_refused() -> None:
     with pytest.raises(UsageError, match="still multiplied by the loss scale"):
         fitted(ByHand(), MegascalePrecision("16-true"))
     fitted(ByHand(), MegascalePrecision("bf16-true"))  # nothing is scaled there
-
-
-def test_configure_gradient_clipping_may_call_clip_gradients() -> None:
-    """Clipping on some steps only, and by norm and value both, through Lightning's own method."""
-
-    class Sometimes(Regression):
-        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            if self.global_step % 2:
-                self.clip_gradients(optimizer, 0.05, "norm")
-                self.clip_gradients(optimizer, 0.01, "value")
-
-    module = Sometimes()
-    run = fitted(module, MegascalePrecision("16-true", grad_scaler=ConstantGradScaler(2.0**8)))
-    expected = Regression().half()
-    inner = torch.optim.AdamW(expected.parameters(), lr=1e-2)
-    named = expected.named_parameters()
-    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0**8), named_parameters=named)
-    for index, batch in enumerate(batches()):
-        optimizer.zero_grad()
-        optimizer.scale_loss(expected.training_step([batch.half()], index)).backward()
-        optimizer.clip_grad = 0.05 if index % 2 else 0.0
-        optimizer.prepare_grads()
-        if index % 2:
-            optimizer.clip_grad_value_(0.01)
-        optimizer.step_with_ready_grads()
-    optimizer.clip_grad = run.optimizers[0].clip_grad
-    assert optimizer.clip_grad == 0
-    assert_same(run.optimizers[0].state_dict(), optimizer.state_dict())
 
 
 def test_norm_after_value_is_refused() -> None:
@@ -433,22 +288,6 @@ def test_the_monitor_needs_the_plugin() -> None:
         fitted(Regression(), [], callbacks=[LossScaleMonitor()])
 
 
-def test_weight_averaging_leaves_training_alone() -> None:
-    """Lightning's EMA swaps averages in for validation and out again: training goes on with the same bits."""
-
-    class Module(Regression):
-        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            self.net(batch[0])
-
-    states = []
-    for callbacks in ([], [pl.callbacks.EMAWeightAveraging(decay=0.5)]):
-        module = Module((2,))
-        run = trainer(MegascalePrecision("16-true", grad_scaler=scaler()), callbacks=callbacks, max_epochs=2)
-        run.fit(module, loader(), loader(1))
-        states.append(run.optimizers[0].state_dict())
-    assert_same(states[0], states[1])
-
-
 def test_main_params_follow_swa() -> None:
     """Lightning's SWA writes its average into the model at the end; main params hold what the model holds."""
     module = Regression()
@@ -515,12 +354,6 @@ def test_arguments_are_checked(error: type[Exception], match: str, arguments: di
     """A wrong argument is named with its value, when the plugin is made."""
     with pytest.raises(error, match=match):
         MegascalePrecision(**arguments)
-
-
-def test_precision_given_twice_is_refused() -> None:
-    """Lightning itself refuses Trainer(precision=...) beside a plugin; nothing is silently overruled."""
-    with pytest.raises(ValueError, match="Received both `precision=16-mixed`"):
-        trainer(MegascalePrecision("16-true"), precision="16-mixed")
 
 
 def test_arguments_of_step_are_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.errors import UsageError
 
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
@@ -125,33 +125,6 @@ def test_several_optimizers_train_as_without_a_scale(pattern: str) -> None:
     assert [optimizer.num_skipped_steps.item() for optimizer in run.optimizers] == [0, 1]
 
 
-def test_toggled_optimizers_train_the_same() -> None:
-    """toggle_optimizer freezes the other network while one trains: the same bits, main params of both kept."""
-
-    class Toggled(Gan):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            optimizers: Any = self.optimizers()
-            opt_g, opt_d = optimizers
-            self.toggle_optimizer(opt_g)
-            opt_g.zero_grad()
-            self.manual_backward(self.loss_g(batch[0]))
-            opt_g.step()
-            self.untoggle_optimizer(opt_g)
-            with opt_d.toggle_model():
-                # A closure runs before the step, as everywhere in Lightning.
-                def closure() -> None:
-                    opt_d.zero_grad()
-                    self.manual_backward(self.loss_d(batch[0], batch_idx))
-
-                opt_d.step(closure)
-
-    states = []
-    for gan in (Gan(), Toggled()):
-        run = fitted(gan, MegascalePrecision("16-true", grad_scaler=scaler()))
-        states.append([optimizer.state_dict() for optimizer in run.optimizers])
-    assert_same(states[0], states[1])
-
-
 def test_manual_step_returns_its_result_and_clips() -> None:
     """opt.step() returns a StepResult; self.clip_gradients(opt, ...) clips that optimizer's coming step alone."""
     norms: list[list[float]] = []
@@ -238,26 +211,6 @@ def test_wrapped_optimizers_share_their_scaler() -> None:
         assert_same(left.state_dict(), right.state_dict())
     with pytest.raises(UsageError, match="different grad scalers"):
         fitted(Gan(configure=with_scalers(scaler(), scaler())), MegascalePrecision("16-true"))
-
-
-def test_a_chained_optimizer_steps_as_one() -> None:
-    """Both networks in one ChainedOptimizer, returned from configure_optimizers: one loss, one decision."""
-
-    class Together(Gan):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss_g(batch[0]) + self.loss_d(batch[0], batch_idx))
-            optimizer.step()
-
-    def configure(gan: Gan) -> Any:
-        one, named = scaler(), list(gan.named_parameters())
-        return ChainedOptimizer(
-            [MixedPrecisionOptimizer(inner, None, one, named_parameters=named) for inner in inners(gan)]
-        )
-
-    run = fitted(Together(configure=configure), MegascalePrecision("16-true"))
-    assert [part.num_skipped_steps.item() for part in run.optimizers[0].optimizers] == [1, 1]
 
 
 def test_resumes_with_several_optimizers(tmp_path: Any) -> None:

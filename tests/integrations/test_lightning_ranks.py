@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import MixedPrecisionOptimizer, ParallelGroups
+from megascale import MixedPrecisionOptimizer
 from megascale.errors import ArgumentError
 from megascale.grad_sync import GradSync
 from megascale.utils.dtensors import to_local
@@ -254,53 +253,6 @@ def test_fsdp2_checkpoint_loads_on_other_ranks(
     for world in (2, 1):
         for loaded in ranks.run(world, _load_sharded, path, precision, distributed):
             assert_same(loaded, saved)
-
-
-class SplitTwice(Sharded):
-    """A Regression whose wide layers are split over two ranks, and everything over the other two."""
-
-    def configure_model(self) -> None:
-        """Split once."""
-        if not isinstance(self.net.second.weight, DTensor):
-            mesh: Any = self.device_mesh
-            plan = {"second": ColwiseParallel(), "head": RowwiseParallel()}
-            parallelize_module(self.net, mesh["tensor_parallel"], plan)
-            fully_shard(self.net, mesh=mesh["data_parallel"], mp_policy=self.policy)
-
-
-def _two_dimensions() -> Any:
-    replica = dist.get_rank() // 2
-    overflows = [batch for batch, rank in OVERFLOWS.items() if rank == replica]
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
-    module, expected = SplitTwice(policy_of("16-true"), overflows), Regression().half()
-    run = on_ranks(strategy, "16-true")
-    run.fit(module, loader(replica))
-    named = expected.named_parameters()
-    optimizer = MixedPrecisionOptimizer(
-        adamw(expected), None, scaler(), groups=ParallelGroups(), named_parameters=named
-    )
-    rows = []
-    for index, pair in enumerate(zip(batches(0), batches(1), strict=True)):
-        losses = [loss_of(expected.net, x.half(), OVERFLOWS.get(index) == rank) for rank, x in enumerate(pair)]
-        optimizer.zero_grad()
-        optimizer.scale_loss(torch.stack(losses).mean()).backward()
-        result = optimizer.step()
-        rows.append((bool(result.success), optimizer.get_loss_scale().item()))
-    assert module.rows == rows
-    pairs = zip(run.optimizers[0].main_params(), optimizer.main_params(), strict=True)
-    difference = max((main.full_tensor() - other).abs().max().item() for (_, main), (_, other) in pairs)
-    return difference, run.precision_plugin.last_result(run.optimizers[0]).grad_norm.item(), result.grad_norm.item()
-
-
-@pytest.mark.slow
-def test_fsdp2_with_tensor_parallelism(ranks: RankPool) -> None:
-    """2 x 2 ranks, inf on one replica: skips and scales of one process exactly; norm and main params to rounding.
-
-    Gradients are rounded to fp16 once per rank before they are averaged, once in all in the single process.
-    """
-    for difference, norm, expected in ranks.run(4, _two_dimensions, timeout=200):
-        assert difference < 2e-3
-        assert norm == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.slow

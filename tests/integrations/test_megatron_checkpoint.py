@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.peers import megatron_on_cpu
-from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer
+from megascale import DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.errors import InteropError, StateDictError
-from megascale.integrations.megatron import load_megatron_checkpoint, megatron_state_dict
+from megascale.integrations.megatron import load_megatron_checkpoint
 from tests.pool import RankPool
 from tests.training import bits_equal, model, same_bits, snapshot, wrap
 
@@ -181,78 +181,48 @@ def test_megatron_continues_ours(ranks: RankPool, options: dict[str, Any]) -> No
 # What does not fit
 
 
-def _cut_masters(state: dict[str, Any]) -> None:
-    state["optimizer"]["fp32_from_fp16_params"][1].pop()
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a lost main param": (
+        lambda state: state["optimizer"]["fp32_from_fp16_params"][1].pop(),
+        "group 1 has .* main params",
+    ),
+    "a lost group": (
+        lambda state: state["optimizer"]["fp32_from_fp16_params"].pop(),
+        "main params of 1 groups, the optimizer has 2",
+    ),
+    "another shape": (
+        lambda state: state["optimizer"]["fp32_from_fp16_params"][0].__setitem__(0, torch.zeros(3)),
+        "has shape",
+    ),
+    "a lost moment": (lambda state: state["optimizer"]["optimizer"]["state"][0].pop("exp_avg"), "lacks 'exp_avg'"),
+    "swapped groups": (
+        lambda state: state["optimizer"]["optimizer"]["param_groups"].reverse(),
+        "param group 0 has wd_mult=0.0 in the checkpoint and 1.0 here",
+    ),
+    "no scaler": (
+        lambda state: state["optimizer"].pop("grad_scaler"),
+        "holds no grad scaler, the optimizer has one; pass keep_grad_scaler=True",
+    ),
+    "a torn scaler": (lambda state: state["optimizer"]["grad_scaler"].pop("growth_tracker"), "lacks growth_tracker"),
+    "an infinite scale": (
+        lambda state: state["optimizer"]["grad_scaler"].update(scale=torch.tensor([torch.inf])),
+        "scale must be finite",
+    ),
+    "no optimizer": (lambda state: state.pop("optimizer"), "holds no optimizer"),
+    "no main params": (lambda state: state["optimizer"].pop("fp32_from_fp16_params"), "no fp32_from_fp16_params"),
+    "two optimizers": (lambda state: state.update(optimizer=[state["optimizer"]] * 2), "groups of"),
+    "a number": (lambda state: state.update(optimizer=3), "must be a dict, or a list of them"),
+}
 
 
-def _cut_group(state: dict[str, Any]) -> None:
-    state["optimizer"]["fp32_from_fp16_params"].pop()
-
-
-def _wrong_shape(state: dict[str, Any]) -> None:
-    state["optimizer"]["fp32_from_fp16_params"][0][0] = torch.zeros(3)
-
-
-def _lost_moment(state: dict[str, Any]) -> None:
-    del state["optimizer"]["optimizer"]["state"][0]["exp_avg"]
-
-
-def _swapped_groups(state: dict[str, Any]) -> None:
-    state["optimizer"]["optimizer"]["param_groups"].reverse()
-
-
-def _no_scaler(state: dict[str, Any]) -> None:
-    del state["optimizer"]["grad_scaler"]
-
-
-def _torn_scaler(state: dict[str, Any]) -> None:
-    del state["optimizer"]["grad_scaler"]["growth_tracker"]
-
-
-def _infinite_scale(state: dict[str, Any]) -> None:
-    state["optimizer"]["grad_scaler"]["scale"] = torch.tensor([torch.inf])
-
-
-def _no_optimizer(state: dict[str, Any]) -> None:
-    del state["optimizer"]
-
-
-def _no_masters(state: dict[str, Any]) -> None:
-    del state["optimizer"]["fp32_from_fp16_params"]
-
-
-def _a_list_of_two(state: dict[str, Any]) -> None:
-    state["optimizer"] = [state["optimizer"], state["optimizer"]]
-
-
-def _a_number(state: dict[str, Any]) -> None:
-    state["optimizer"] = 3
-
-
-DAMAGES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
-    (_cut_masters, "group 1 has .* main params"),
-    (_cut_group, "main params of 1 groups, the optimizer has 2"),
-    (_wrong_shape, "has shape"),
-    (_lost_moment, "lacks 'exp_avg'"),
-    (_swapped_groups, "param group 0 has wd_mult=0.0 in the checkpoint and 1.0 here"),
-    (_no_scaler, "holds no grad scaler, the optimizer has one; pass keep_grad_scaler=True"),
-    (_torn_scaler, "lacks growth_tracker"),
-    (_infinite_scale, "scale must be finite"),
-    (_no_optimizer, "holds no optimizer"),
-    (_no_masters, "no fp32_from_fp16_params"),
-    (_a_list_of_two, "groups of"),
-    (_a_number, "must be a dict, or a list of them"),
-]
-
-
-def _load_damaged(index: int) -> tuple[str, bool]:
+def _load_damaged(name: str) -> tuple[str, bool]:
     with runs.model_parallel():
         theirs, mine = runs.start("theirs"), runs.start("ours")
         runs.train(theirs, range(3))
         runs.train(mine, range(5))
         state = runs.checkpoint(theirs)
         if dist.get_rank() == dist.get_world_size() - 1:
-            DAMAGES[index][0](state)
+            DAMAGES[name][0](state)
         optimizer = mine.optimizer.optimizer
         before = snapshot(optimizer, mine.module), optimizer.grad_scaler.state_dict(), str(optimizer.param_groups)
         with pytest.raises(StateDictError) as error:
@@ -261,17 +231,17 @@ def _load_damaged(index: int) -> tuple[str, bool]:
         return str(error.value), same_bits(before[0], after[0]) and before[1:] == after[1:]
 
 
-@pytest.mark.parametrize("index", range(len(DAMAGES)), ids=[damage.__name__[1:] for damage, _ in DAMAGES])
-def test_what_does_not_fit_changes_nothing(ranks: RankPool, index: int) -> None:
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_does_not_fit_changes_nothing(ranks: RankPool, name: str) -> None:
     """Megatron truncates silently and changes half; here an error names what is wrong, and every bit stays."""
-    [(message, unchanged)] = ranks.run(1, _load_damaged, index)
-    assert re.search(DAMAGES[index][1], message), message
+    [(message, unchanged)] = ranks.run(1, _load_damaged, name)
+    assert re.search(DAMAGES[name][1], message), message
     assert unchanged
 
 
 def test_damage_on_one_rank_is_told_on_all(ranks: RankPool) -> None:
     """A rank whose file is damaged leaves no other waiting: both raise, and name it."""
-    results = ranks.run(2, _load_damaged, 0)
+    results = ranks.run(2, _load_damaged, "a lost main param")
     assert all(message.startswith("rank 1: ") and unchanged for message, unchanged in results)
 
 
@@ -352,20 +322,3 @@ def test_missing_file_says_what_to_pass(tmp_path: Path) -> None:
     optimizer = wrap(model())
     with pytest.raises(InteropError, match=r"is no file; pass this rank's iter_\*/mp_rank_\*/model_optim_rng.pt"):
         load_megatron_checkpoint(tmp_path, optimizer)
-
-
-def _written_scalers() -> list[Any]:
-    states: list[Any]
-    with runs.model_parallel():
-        states = [
-            megatron_state_dict(runs.start("ours", loss_scale=scale).optimizer.optimizer) for scale in (None, 8.0)
-        ]
-        kinds = [DynamicGradScaler, ConstantGradScaler]
-        return [(sorted(state["grad_scaler"]), kind.__name__) for state, kind in zip(states, kinds, strict=True)]
-
-
-def test_scalers_are_written_as_megatrons(ranks: RankPool) -> None:
-    """A dynamic scaler's three keys; of a constant one nothing, as Megatron does."""
-    [(dynamic, constant)] = ranks.run(1, _written_scalers)
-    assert dynamic[0] == ["growth_tracker", "hysteresis_tracker", "scale"]
-    assert constant[0] == []

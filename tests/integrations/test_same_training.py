@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -200,15 +199,10 @@ def test_the_plain_loop_skips_grows_and_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", LOOPS)
-def test_the_same_training(library: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Skips, scales, final loss, and every bit of parameters, main params and moments equal the plain loop's."""
+def test_the_same_training(library: str, tmp_path: Path) -> None:
+    """Skips, scales, and every bit of parameters, main params and moments equal the plain loop's."""
     pytest.importorskip(library, reason=f"the same training needs {library}")
     plain, training = _plain(tmp_path), LOOPS[library](tmp_path)
-    losses = plain.final_loss(), training.final_loss()
-    with capsys.disabled():
-        print(f"\n{library} {version(library)}, torch {torch.__version__}: {sum(training.skips)} of {STEPS} skipped,")
-        print(f"scale {training.scales[-1]:.0f}, final loss {losses[1]:.6f}, in plain torch {losses[0]:.6f}")
     assert training.skips == plain.skips
     assert training.scales == plain.scales
-    assert losses[1] == losses[0]
     assert same_bits(snapshot(training.optimizer, training.model), snapshot(plain.optimizer, plain.model))

@@ -28,35 +28,14 @@ from tests.integrations.hf_cases import whole
 VOCABULARY, STEPS, SAVED_AT, BAD = 16, 6, 3, 1
 OPTIONS: dict[str, Any] = {"initial_loss_scale": 2.0**12, "loss_scale_window": 2, "hysteresis": 1}
 REMAINDERS = {"store_param_remainders": True}
-CODES = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}
-
-
-def _adapted() -> nn.Module:
-    """Return a linear layer as torchtitan's LoRA makes it: a frozen base, and two adapters."""
-    from torchtitan.components.lora import LoRAConverter
-    from torchtitan.models.common.linear import Linear
-
-    init = {"weight": nn.init.xavier_uniform_}
-    config = Linear.Config(in_features=8, out_features=8, bias=False, param_init=init)
-    layer: Any = LoRAConverter(LoRAConverter.Config(rank=2)).convert(config).build()
-    layer.init_states(buffer_device=None)
-    return layer
 
 
 class Net(nn.Module):
-    """Embeds and predicts tokens.
+    """Embeds and predicts tokens."""
 
-    Args:
-        kind: "adapters": what is trained is LoRA's alone. "matrices": none but matrices, whose shards on four ranks
-            have whole groups of 32 elements, as 8-bit moments need them.
-    """
-
-    def __init__(self, kind: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        width, bias = (32, False) if kind == "matrices" else (8, True)
-        self.embedding = nn.Embedding(VOCABULARY, width).requires_grad_(kind != "adapters")
-        self.hidden = _adapted() if kind == "adapters" else nn.Linear(width, width, bias=bias)
-        self.head = nn.Linear(width, VOCABULARY, bias=bias).requires_grad_(kind != "adapters")
+        self.embedding, self.hidden, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8), nn.Linear(8, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits, shape [batch, sequence, vocabulary]."""
@@ -64,8 +43,8 @@ class Net(nn.Module):
         return logits
 
 
-def _config(kind: str = "", **options: Any) -> Any:
-    """Return a Config as a registry of torchtitan's would: decay for matrices alone, or, of a ``kind``, for all."""
+def _config(**options: Any) -> Any:
+    """Return a Config as a registry of torchtitan's would: decay for matrices alone."""
     from torchtitan.components.optimizer import ParamGroupConfig
 
     from megascale.integrations.torchtitan import MegascaleOptimizers
@@ -75,15 +54,13 @@ def _config(kind: str = "", **options: Any) -> Any:
         return ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=own)
 
     given = {"megascale": OPTIONS} | options
-    groups = [group(r".*", 0.1)] if kind else [group(r"weight", 0.1), group(r".*", 0.0)]
-    return MegascaleOptimizers.Config(param_groups=groups, **given)
+    return MegascaleOptimizers.Config(param_groups=[group(r"weight", 0.1), group(r".*", 0.0)], **given)
 
 
 def _trainer(
     dtype: torch.dtype = torch.float16,
     mesh: Any = None,
     pipeline: bool = False,
-    kind: str = "",
     replicas: Any = None,
     **options: Any,
 ) -> Any:
@@ -97,7 +74,7 @@ def _trainer(
     from megascale.integrations.torchtitan import MegascaleTrainer
 
     torch.manual_seed(0)
-    model = Net(kind).to(dtype)
+    model = Net().to(dtype)
     if mesh is not None:
         fully_shard(model, mesh=replicas or mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     trainer = MegascaleTrainer.__new__(MegascaleTrainer)
@@ -116,7 +93,7 @@ def _trainer(
     )
     trainer.train_context = contextlib.nullcontext
     trainer.loss_fn = CrossEntropyLoss.Config().build()
-    trainer.optimizers = _config(kind, **options).build(model_parts=[model])
+    trainer.optimizers = _config(**options).build(model_parts=[model])
     trainer.lr_schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(
         optimizers=trainer.optimizers, training_steps=STEPS
     )
@@ -256,7 +233,6 @@ def _on_rank(
     folder: str,
     options: dict[str, Any],
     resume: bool,
-    kind: str = "",
     dtype: torch.dtype = torch.float16,
     replicated: bool = False,
 ) -> tuple[Any, ...]:
@@ -266,7 +242,7 @@ def _on_rank(
     rank, world = dist.get_rank(), dist.get_world_size()
     flat = mesh_of((world,), ("dp",))
     replicas = mesh_of((world, 1), ("dp_replicate", "fsdp")) if replicated else None
-    trainer = _trainer(dtype, mesh=flat, kind=kind, replicas=replicas, megascale=options)
+    trainer = _trainer(dtype, mesh=flat, replicas=replicas, megascale=options)
     parts = {"model": trainer.model_parts[0], "optimizer": trainer.optimizers, "lr": trainer.lr_schedulers}
     if resume:
         dcp_load(parts, checkpoint_id=folder)
@@ -278,22 +254,18 @@ def _on_rank(
     return saved, first + _train(trainer, range(SAVED_AT, STEPS), rank, world), _state(trainer)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("", OPTIONS), ("", OPTIONS | REMAINDERS), ("matrices", OPTIONS | CODES)],
-    ids=["fp32", "remainders", "8-bit moments"],
-)
-def test_fsdp2_goes_on_after_a_restart(kind: str, options: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [OPTIONS, OPTIONS | REMAINDERS], ids=["fp32", "remainders"])
+def test_fsdp2_goes_on_after_a_restart(options: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     """Saved on two ranks by torchtitan's own functions: resumed on two with all bits, on four with what was saved."""
-    whole_run = ranks.run(2, _on_rank, str(tmp_path), options, False, kind, timeout=120)
+    whole_run = ranks.run(2, _on_rank, str(tmp_path), options, False, timeout=120)
     assert whole_run[0][1] == whole_run[1][1]
-    with ranks.spawn(2, _on_rank, str(tmp_path), options, True, kind) as fresh:
+    with ranks.spawn(2, _on_rank, str(tmp_path), options, True) as fresh:
         resumed = fresh.results(timeout=200)
     for one, other in zip(resumed, whole_run, strict=True):
         assert same_bits(one[0], other[0])
         assert one[1] == other[1][SAVED_AT:]
         assert same_bits(one[2], other[2])
-    for one in ranks.run(4, _on_rank, str(tmp_path), options, True, kind, timeout=120):
+    for one in ranks.run(4, _on_rank, str(tmp_path), options, True, timeout=120):
         assert same_bits(one[0], whole_run[0][0])
 
 
@@ -307,14 +279,12 @@ def test_bf16_and_replicas_go_on_after_a_restart(
 ) -> None:
     """bf16 weights have main params and no loss scale; replicas, which torchtitan makes by FSDP2 too, stay alike."""
     setup = (str(tmp_path), options)
-    whole_run = ranks.run(2, _on_rank, *setup, False, "", dtype, replicated, timeout=120)
+    whole_run = ranks.run(2, _on_rank, *setup, False, dtype, replicated, timeout=120)
     assert same_bits(whole_run[0][2], whole_run[1][2])
     assert any(name.startswith("scaler.") for name in whole_run[0][0]) is (dtype == torch.float16)
     assert {value.dtype for name, value in whole_run[0][0].items() if name.startswith("main.")} == {torch.float32}
     assert [skipped for skipped, _ in whole_run[0][1]] == [step >= BAD for step in range(STEPS)]
-    for one, other in zip(
-        ranks.run(2, _on_rank, *setup, True, "", dtype, replicated, timeout=120), whole_run, strict=True
-    ):
+    for one, other in zip(ranks.run(2, _on_rank, *setup, True, dtype, replicated, timeout=120), whole_run, strict=True):
         assert same_bits(one[0], other[0])
         assert same_bits(one[2], other[2])
 
@@ -333,21 +303,3 @@ def test_fsdp2_goes_on_in_new_processes_of_another_number(
         assert rows == resumed[0][1]
         assert same_bits(ended, resumed[0][2])
         assert not same_bits(ended, began)
-
-
-def test_adapters_over_a_frozen_base_go_on_after_a_restart(ranks: RankPool, tmp_path: Path) -> None:
-    """LoRA of torchtitan's own: adapters in fp16 have main params, the frozen base has none and does not move."""
-    whole_run = ranks.run(2, _on_rank, str(tmp_path), OPTIONS, False, "adapters", timeout=120)
-    saved, _, ended = whole_run[0]
-    assert {name for name in saved if name.startswith("main.")} == {
-        "main.hidden.lora_a.weight",
-        "main.hidden.lora_b.weight",
-    }
-    moved = {name for name in saved if name.startswith("weight.") and not torch.equal(saved[name], ended[name])}
-    assert moved == {"weight.hidden.lora_a.weight", "weight.hidden.lora_b.weight"}
-    resumed = ranks.run(2, _on_rank, str(tmp_path), OPTIONS, True, "adapters", timeout=120)
-    for one, other in zip(resumed, whole_run, strict=True):
-        assert same_bits(one[0], other[0])
-        assert same_bits(one[2], other[2])
-    for one in ranks.run(4, _on_rank, str(tmp_path), OPTIONS, True, "adapters", timeout=120):
-        assert same_bits(one[0], saved)

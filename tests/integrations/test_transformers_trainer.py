@@ -135,17 +135,34 @@ def test_an_adopted_trainer_equals_the_mixin(dtype: Any, tmp_path: Path) -> None
         adopt(trainer)
 
 
-def test_an_optimizer_of_ours_that_was_passed_stays(tmp_path: Path) -> None:
-    """Whoever built the optimizer gets it."""
+def _with_optimizer(folder: Path, **options: Any) -> tuple[Any, MixedPrecisionOptimizer]:
+    """Return a Trainer of transformers' alone that was given an optimizer of ours."""
     model = llama(torch.float16)
-    optimizer = MixedPrecisionOptimizer(
-        torch.optim.AdamW(model.named_parameters(), lr=RATE), None, DynamicGradScaler(2.0**10)
-    )
-    args = arguments(TrainingArguments, tmp_path)
-    trainer = adopt(PlainTrainer(model=model, args=args, train_dataset=Samples(), optimizers=(optimizer, None)))
-    trainer.train()
+    inner = torch.optim.AdamW(model.named_parameters(), lr=RATE)
+    optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(2.0**10))
+    args = arguments(TrainingArguments, folder, **options)
+    return PlainTrainer(model=model, args=args, train_dataset=Samples(), optimizers=(optimizer, None)), optimizer
+
+
+def test_an_optimizer_of_ours_that_was_passed_stays(tmp_path: Path) -> None:
+    """Whoever built the optimizer gets it. Without adopt() the loss is not scaled: the first step refuses that."""
+    with pytest.raises(UsageError, match="the loss was not scaled: neither"):
+        _with_optimizer(tmp_path)[0].train()
+    reset()
+    trainer, optimizer = _with_optimizer(tmp_path)
+    adopt(trainer).train()
     assert optimizer_of(trainer) is optimizer
     assert optimizer.num_landed_steps == 6
+
+
+def test_autocast_to_bf16_is_refused_beside_an_optimizer_that_was_passed(tmp_path: Path) -> None:
+    """fp16 weights would be rounded to bf16 in every forward, in silence; nothing has changed."""
+    trainer, _ = _with_optimizer(tmp_path, bf16=True)
+    adopt_accelerator(trainer.accelerator)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(UsageError, match=r"computes in torch\.bfloat16.*bf16=False and fp16=False"):
+        trainer.train()
+    assert same_bits(trainer.model.state_dict(), before)
 
 
 def test_codes_and_remainders_by_name(tmp_path: Path) -> None:
@@ -295,17 +312,6 @@ def test_lora_over_a_frozen_base_in_16_bits(base: torch.dtype, tmp_path: Path) -
         assert param.dtype == (torch.float32 if "lora" in name else base)
 
 
-def test_activation_checkpointing_changes_no_bit(tmp_path: Path) -> None:
-    """The forward is run again in backward, under the same scale."""
-    states = []
-    for option in (True, False):
-        trainer = _made(tmp_path, activation_checkpointing=option)
-        trainer.train()
-        states.append(state_of(trainer))
-        reset()
-    assert same_bits(*states)
-
-
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     """load_best_model_at_end puts saved weights into the model, and they reach the main params."""
     args = arguments(
@@ -348,14 +354,6 @@ def test_a_run_goes_on_after_a_restart(layout: str, ranks: RankPool, tmp_path: P
     assert [one["model"] for one in whole] == [wrapper] * 2
     assert_resumed(ranks.run(2, resume_on_rank, *arguments_, timeout=120), whole, to_the_end=True)
     assert_resumed(ranks.run(4, resume_on_rank, *arguments_, timeout=120), whole, to_the_end=False)
-
-
-def test_a_run_goes_on_in_new_processes(ranks: RankPool, tmp_path: Path) -> None:
-    """Nothing of what a checkpoint lacks survives in memory: FSDP2 in bf16, and processes that have never trained."""
-    arguments_: Any = ("trainer", "fsdp2", str(tmp_path), torch.bfloat16, {"megascale": {}})
-    whole = ranks.run(2, train_on_rank, *arguments_, timeout=120)
-    with ranks.spawn(2, resume_on_rank, *arguments_) as fresh:
-        assert_resumed(fresh.results(timeout=120), whole, to_the_end=True)
 
 
 @pytest.mark.release

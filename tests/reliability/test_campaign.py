@@ -8,9 +8,7 @@ import pytest
 from tests.pool import RankPool
 from tests.reliability import disk_faults, host_faults
 from tests.reliability.faults import Fault
-from tests.reliability.file_faults import flipped_bytes, wrong_contents
 from tests.reliability.kills import UPDATING, kill_ranks, kill_under_torchrun
-from tests.reliability.rank_faults import poisons
 
 RELEASE = pytest.mark.release
 
@@ -44,24 +42,6 @@ def test_kills_in_background_updates(kills: int, tmp_path: Path, ranks: RankPool
 def test_killed_runs_below_torchrun(tmp_path: Path, ranks: RankPool) -> None:
     """Torchrun starts all ranks again, twice, and the end is the same."""
     _check(kill_under_torchrun(2, 2, tmp_path, ranks), 2)
-
-
-@pytest.mark.release
-def test_nan_is_skipped_or_named_on_all_ranks(ranks: RankPool) -> None:
-    """NaN in data or gradients of one rank skips the step on all; NaN in a parameter is named on all."""
-    _check(poisons(ranks), 3)
-
-
-@pytest.mark.parametrize(
-    ("stride", "flips"),
-    [pytest.param(240, 50, marks=pytest.mark.slow), pytest.param(12, 1000, marks=RELEASE)],
-)
-def test_any_content_of_any_file(stride: int, flips: int, tmp_path: Path) -> None:
-    """Flipped bits; missing, cut, foreign and pickled files in the place of each: a CheckpointError and no live bit
-    changes, or the very values that were saved.
-    """
-    _check(flipped_bytes(tmp_path / "flipped", stride), flips)
-    _check(wrong_contents(tmp_path / "contents"), 20)
 
 
 @pytest.mark.release

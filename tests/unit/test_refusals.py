@@ -5,6 +5,8 @@ which variants of the mistake it sees, are tests of their own beside the code. T
 mistake and raises, at module level, as it travels to the ranks by name. tests/refused.py has the rows of this process.
 """
 
+import copy
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -15,14 +17,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig, cast_model
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups, cast_model
+from megascale.amp import GradScaler
+from megascale.checkpoint import Checkpointer
 from megascale.debug import report_overflows
-from megascale.errors import ArgumentError, InnerStepError, StateDictError, UsageError
+from megascale.errors import (
+    ArgumentError,
+    CheckpointError,
+    GradientError,
+    InnerStepError,
+    StateDictError,
+    UsageError,
+)
 from megascale.grad_sync import GradSync
 from megascale.rollout import rollout_weights
 from megascale.utils import collectives
+from tests.meshes import mesh_of
 from tests.pool import RankPool
 from tests.refused import ARGUMENTS, Refusal
 from tests.whole_optimizers import Lamb, Shampoo
@@ -194,12 +207,72 @@ def _clamp_while_weights_arrive() -> None:
                 weight.clamp_(-0.1, 0.1)
 
 
+def _backward_without_zero_grad() -> None:
+    model = _model()
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), modules=model)
+    for _ in range(2):
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+
+
+def _sharded_already() -> None:
+    model = _model()
+    fully_shard(model)
+    DistributedOptimizer(torch.optim.AdamW(model.parameters()), modules=model)
+
+
+def _reduced_by_ddp() -> None:
+    model = DistributedDataParallel(_model())
+    DistributedOptimizer(torch.optim.AdamW(model.parameters()), modules=model)
+
+
+def _sparse_in_backward() -> None:
+    module = nn.Embedding(4, 3, sparse=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters()), modules=module, broadcast_params=True)
+    module(torch.tensor([1])).sum().backward()
+    optimizer.step()
+
+
+def _cut_groups_of_codes() -> None:
+    mesh = mesh_of((2,), ("dp",))
+    weight = nn.Parameter(distribute_tensor(torch.zeros(7, 16).bfloat16(), mesh, [Shard(0)]))
+    MixedPrecisionOptimizer(torch.optim.AdamW([("w", weight)]), OptimizerConfig(bf16=True, exp_avg_dtype=torch.int8))
+
+
+def _experts_of_one_name() -> None:
+    """Each rank's would be saved under the same name, and all but the first be lost."""
+    model = _model()
+    model.get_parameter("weight").allreduce = False  # type: ignore[attr-defined]
+    groups = ParallelGroups(dist.group.WORLD, expert_data_parallel=None)
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.named_parameters()), modules=model, groups=groups)
+    with tempfile.TemporaryDirectory() as folder:
+        Checkpointer(folder, groups=groups).save(0, model, optimizer)
+
+
+def _copied_scaler_of_ranks() -> None:
+    copy.deepcopy(GradScaler("cpu", process_group=dist.group.WORLD))
+
+
+def _cut_beyond_the_group() -> None:
+    mesh = mesh_of((2,), ("dp",))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    MixedPrecisionOptimizer(torch.optim.SGD([("w", weight)]), groups=ParallelGroups())
+
+
 _FSDP1, _FSDP1_VIEWS = (partial(_under_fsdp1, use_orig_params=views) for views in (False, True))
 _PRODIGY = partial(_by_parameters, Prodigy, shard="parameters")
 _ADAGRAD_OFFLOAD, _MUON_OFFLOAD = (
     partial(_replicated, kind, **OFFLOAD) for kind in (torch.optim.Adagrad, torch.optim.Muon)
 )
 ROWS = [
+    Refusal("ZeRO-1 over FSDP2", _sharded_already, ArgumentError, "use MixedPrecisionOptimizer", 2),
+    Refusal("ZeRO-1 over DDP", _reduced_by_ddp, ArgumentError, "modules holds a DistributedDataParallel", 2),
+    Refusal("ZeRO-1 of a sparse layer", _sparse_in_backward, GradientError, "build the layer with sparse=False", 2),
+    Refusal("no zero_grad() before backward", _backward_without_zero_grad, UsageError, "call zero_grad() before", 2),
+    Refusal("8-bit moments of cut groups", _cut_groups_of_codes, ArgumentError, "cut it along dimension 0", 2),
+    Refusal("a checkpoint of each rank's expert", _experts_of_one_name, CheckpointError, "is an expert's", 2),
+    Refusal("a copy of a scaler with a group", _copied_scaler_of_ranks, UsageError, "state_dict()", 2),
+    Refusal("a DTensor over ranks that decide apart", _cut_beyond_the_group, ArgumentError, "grad_stats has only", 2),
     Refusal(
         "FSDP1",
         _FSDP1,

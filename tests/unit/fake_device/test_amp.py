@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megascale import amp
-from megascale.errors import SkippedStepsError
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
@@ -83,28 +82,3 @@ def _plain(device: FakeDevice) -> list[Record]:
 def test_any_other_optimizer_costs_one_host_read(on_device: OnDevice) -> None:
     """As documented, and as torch's."""
     assert [len(seen.syncs()) for seen in on_device(_plain)] == [1] * 3
-
-
-def _skipped_without_end(_device: FakeDevice, limit: str) -> tuple[int, str]:
-    params = parameters(2, torch.float32)
-    limits: dict[str, Any] = {limit: 2}
-    optimizer, scaler = OPTIMIZERS["adamw"](params), amp.GradScaler("cuda", 2.0, min_scale=2.0, **limits)
-    scaler.scale(torch.ones((), device="cuda"))
-    for step in range(12):
-        for param in params:
-            param.grad = torch.full_like(param, 1.0 if step == 1 else torch.inf)
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        try:
-            scaler.update()
-        except SkippedStepsError as error:
-            return step, str(error)
-    return -1, ""
-
-
-@pytest.mark.parametrize("limit", ["max_consecutive_skips", "max_overflows_at_min_scale"])
-def test_skips_without_end_are_an_error_one_step_late(on_device: OnDevice, limit: str) -> None:
-    """The third skip in a row since the clean step 1 is step 4, and the host learns of it in step 5."""
-    step, message = on_device(_skipped_without_end, limit)
-    assert step == 5
-    assert f"{limit} allows 2: " in message

@@ -156,28 +156,6 @@ def test_a_write_that_nobody_counts(on_device: OnDevice, held: str) -> None:
     assert set(others) <= {"told", "right"}
 
 
-def _untouched(device: FakeDevice, held: str) -> bool:
-    model, optimizer, batch = _trained(held)
-    for at in range(3):
-        optimizer.zero_grad()
-        optimizer.scale_loss(model(batch).float().square().mean()).backward()
-        before = [main.clone() for _, main in optimizer.main_params()]
-        if at == 2:
-            _write_uncounted((model, optimizer, batch))
-        optimizer.step()
-    after = [main for _, main in optimizer.main_params()]
-    weights = [param.detach().cpu() for param in model.parameters()]
-    return all(map(bits_equal, before, after)) and all(
-        bits_equal(main.half().view(-1), weight.view(-1)) for main, weight in zip(after, weights, strict=True)
-    )
-
-
-@pytest.mark.parametrize("held", WITH_SLOW)
-def test_a_refused_step_changes_nothing(on_device: OnDevice, held: str) -> None:
-    """Neither main params nor weights."""
-    assert on_device(_untouched, held)
-
-
 def _read_meanwhile(device: FakeDevice) -> tuple[int, int]:
     """Return how many gradients travel in backward while the thread has yet to read those before, and afterwards."""
     model, optimizer, batch = _trained()

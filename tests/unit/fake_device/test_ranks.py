@@ -18,16 +18,15 @@ from megascale import MixedPrecisionOptimizer, StepGraph
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.grad_sync.synced_bucket import SyncedBucket
-from megascale.kernels import WITH_GRADS, GradWeights, Statistic, TensorList
+from megascale.kernels import GradWeights, Statistic, TensorList
 from megascale.kernels.reference import ReferenceBackend
-from megascale.step import recipe
 from megascale.step.grad_stats import measure
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, world_of_two
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
 from tests.fake_device.table import table
-from tests.fake_device.training import give_grads, parameters, scaler, wrap
+from tests.fake_device.training import parameters, scaler, wrap
 
 KINDS = [pytest.param(one, marks=() if one == "sharded" else pytest.mark.slow) for one in BUILD]
 UPDATE = {"measure_kernel", "total_kernel", "decide_kernel", "rescale_kernel", "adam_kernel"}
@@ -162,36 +161,6 @@ def test_a_step_of_many_ranks_is_captured(on_device: OnDevice, kind: str) -> Non
     seen = on_device(_graphed, kind)
     assert seen.refused_in_capture() == []
     assert seen.first_met_in_capture() == set()
-
-
-def _replayed_apart(device: FakeDevice) -> str:
-    """Replay a step whose gradients differ from the other rank's, and return the error of the next replay."""
-    world_of_two()
-    params = parameters(2)
-    optimizer = wrap(torch.optim.AdamW(params, lr=1e-3))
-    vectors = []
-    total = optimizer.backend.total
-
-    def noted(*arguments: Any) -> Tensor:
-        vectors.append(total(*arguments))
-        return vectors[-1]
-
-    optimizer.backend.total = noted  # type: ignore[method-assign, assignment]
-    give_grads(params)
-    graph = StepGraph(optimizer)
-    vectors[-1].zero_()
-    vectors[-1][Statistic.SUM_SQUARES] = vectors[-1][Statistic.CONTRAST] = 1.0
-    vectors[-1][Statistic.SCALED] = 1.0 - WITH_GRADS
-    recipe.all_gather_object = lambda value, group: [value] * 2  # type: ignore[attr-defined]
-    graph.replay()
-    with pytest.raises(UsageError) as raised:
-        graph.replay()
-    return str(raised.value)
-
-
-def test_replicas_that_part_in_a_graph_are_an_error(on_device: OnDevice) -> None:
-    """A replay has no gradients to search for the parameter: the error is raised all the same, one step later."""
-    assert "hold the same parameters have different gradients" in on_device(_replayed_apart)
 
 
 def _fully_sharded(device: FakeDevice) -> list[Record]:

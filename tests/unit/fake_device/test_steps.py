@@ -15,9 +15,6 @@ DECISION = ["total_kernel", "decide_kernel", "rescale_kernel"]
 EACH_STEP = ["measure_kernel", *DECISION]
 KINDS = [pytest.param(one, marks=() if one == "adamw" else pytest.mark.slow) for one in INNER]
 
-WAYS, DTYPES = [False, True], [torch.float16, torch.bfloat16, torch.float32]
-OTHERS = [one for one in INNER if one != "adamw"]
-
 
 def _kernel_of(inner: str) -> str:
     return f"{inner.split('_')[0].removesuffix('w')}_kernel"
@@ -62,12 +59,33 @@ def test_no_step_waits_for_the_device(on_device: OnDevice, inner: str) -> None:
     assert {len(seen.of("launch", "operator", "copy")) for seen in records[2:]} == {10}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("inner", INNER)
-def test_other_dtypes_of_parameters(on_device: OnDevice, inner: str, dtype: torch.dtype) -> None:
-    """The same of bf16, and of fp32, which are their own main params."""
-    _check(on_device(_train, inner, dtype), [*EACH_STEP, _kernel_of(inner)])
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+MOMENTS = {"exp_avg_dtype": BRAIN, "exp_avg_sq_dtype": BRAIN}
+HELD: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+    *((inner, BRAIN, {"store_param_remainders": True}) for inner in INNER),
+    *((inner, FULL, {}) for inner in INNER),
+    ("adamw", HALF, MOMENTS),
+    ("adam_amsgrad", HALF, MOMENTS),
+    ("lion", HALF, {"exp_avg_dtype": BRAIN}),
+    ("adamw", HALF, {"log_num_zeros_in_grad": True}),
+    ("adamw", FULL, CODES),
+    ("adamw", HALF, CODES | {"store_param_remainders": True}),
+]
+"""How state is held, and what is counted."""
+
+
+@pytest.mark.default("adamw-dtype17-*", "adamw-dtype0-*")
+@pytest.mark.parametrize(("inner", "dtype", "options"), HELD)
+def test_no_form_of_state_costs_a_launch(
+    on_device: OnDevice, inner: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """bf16 parameters, and fp32 ones, which are their own main params; 16-bit and 8-bit moments, remainders, zeros: no
+    wait, and the launches and operators of a step, whatever the number of tensors.
+    """
+    for count in (6, 60):
+        records = on_device(_train_with, inner, {"count": count, "dtype": dtype} | options)
+        _check(records, [*EACH_STEP, _kernel_of(inner)])
+        assert all(sum(seen.operators().values()) == _operators(dtype) for seen in records[2:])
 
 
 def test_gradients_that_move(on_device: OnDevice) -> None:
@@ -84,30 +102,6 @@ def test_launches_do_not_grow_with_tensors(on_device: OnDevice, count: int) -> N
     _check(records, [*EACH_STEP, "adam_kernel"])
     assert len(records[0].of("copy")) == 4  # the scaler's three, and all step counts together
     assert [(len(seen.of("copy")), sum(seen.operators().values())) for seen in records[1:]] == [(5, 7)] + [(1, 4)] * 3
-
-
-@pytest.mark.default("adamw-dtype0")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("inner", [*OTHERS, "adamw"])
-def test_remainders_cost_nothing(on_device: OnDevice, inner: str, dtype: torch.dtype) -> None:
-    """Main params held as remainders: no wait, the launches and operators of a step with fp32 main params."""
-    for count in (6, 60):
-        records = on_device(_train_with, inner, {"count": count, "dtype": dtype, "store_param_remainders": True})
-        _check(records, [*EACH_STEP, _kernel_of(inner)])
-        assert all(sum(seen.operators().values()) == _operators(dtype) for seen in records[2:])
-
-
-@pytest.mark.default("adamw-False-dtype2")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("held", WAYS)
-@pytest.mark.parametrize("inner", ["adamw", *(one for one in OTHERS if one.startswith("adam"))])
-def test_moments_of_8_bit_cost_nothing(on_device: OnDevice, inner: str, held: bool, dtype: torch.dtype) -> None:
-    """No wait, the launches and operators of a step with fp32 moments, also on remainders."""
-    for count in (6, 60):
-        options = {"count": count, "dtype": dtype, "store_param_remainders": held, **CODES}
-        records = on_device(_train_with, inner, options)
-        _check(records, [*EACH_STEP, _kernel_of(inner)])
-        assert all(sum(seen.operators().values()) == _operators(dtype) for seen in records[2:])
 
 
 def _changing(device: FakeDevice) -> list[Record]:

@@ -3,11 +3,7 @@
 The lives themselves are in test_life.py; those here are short.
 """
 
-import ast
 import gc
-import importlib
-import inspect
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +14,12 @@ import torch
 
 from megascale.main_params import grad_copies, weight_arrivals
 from tests.fake_device.device import FakeDevice, WrittenAfterFree
-from tests.fake_device.orders import RUNS, Run, noticed, waits_of
+from tests.fake_device.orders import RUNS, Run, noticed
 from tests.fake_device.process import OnDevice
 from tests.fake_device.training import OVERLAP, WIDTH, layers, optimizer_of
 from tests.life import Setup, live
 
 STEPS = ("step", "overflow", "accumulate", "step", "accumulate", "step")
-
-LEAVES = ("step", "offload", "read", "step")
 
 
 def _setup(layout: str, *, ahead: bool = False, **fields: Any) -> Setup:
@@ -69,42 +63,6 @@ def test_each_wait_is_needed(on_device: OnDevice, awaited: str, tmp_path: Path) 
     # A rank may find other bits than another, or none, where the others' error ends a life.
     for line in every[0]:
         assert any(found[line] for found in every), line
-
-
-WAITING = {"wait_event", "wait_stream", "synchronize"}
-MODULES = (
-    "main_params.grad_copies",
-    "main_params.host_buffers",
-    "main_params.residence",
-    "main_params.weight_arrivals",
-    "step.host_update",
-    "utils.host_memory",
-)
-"""Of the offload's way. `utils.streams` is shared: tests/stream_model.py looks at all of it."""
-
-
-def _waits_in(module: str) -> Iterator[str]:
-    tree = ast.parse(inspect.getsource(importlib.import_module(f"megascale.{module}")))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    for node in (node for function in functions for node in ast.walk(function)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITING:
-            yield f"{module}:{node.lineno}"
-
-
-def _all_lines(device: FakeDevice, folder: Path) -> set[str]:
-    found: set[str] = set()
-    for _, ranks, setup, actions in WAITS.values():
-        if ranks == 1:
-            found |= waits_of(device, partial(live, 0, folder, "cuda", setup, actions))
-    return {line.split(" ")[0] for line in found}
-
-
-@pytest.mark.slow
-def test_every_wait_of_the_source_is_among_them(on_device: OnDevice, tmp_path: Path) -> None:
-    """A wait that is added to the offload's way is looked at here too."""
-    in_source = {line for module in MODULES for line in _waits_in(module)}
-    assert in_source
-    assert in_source <= on_device(_all_lines, tmp_path)
 
 
 def _dropped_meanwhile(device: FakeDevice, *, steps: bool) -> list[tuple[str, int]]:
