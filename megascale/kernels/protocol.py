@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -11,7 +12,6 @@ from megascale.kernels.compact_moments import is_scale
 from megascale.kernels.decision import Decision, GradWeights, ScaleRule, TensorStats
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
-from megascale.utils.cached import cached
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Operands:
     start: list[int] = field(default_factory=list)
     remainder: list[Tensor] = field(default_factory=list)
 
-    @cached
+    @cached_property
     def has_codes(self) -> bool:
         """Whether a state is held as 8-bit codes."""
         return any(map(is_scale, self.state))

@@ -7,6 +7,7 @@ on to other tensors once all of some have been read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import compress
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -15,8 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-
-from megascale.utils.cached import cached
 
 try:
     from torch._C._dynamo import guards
@@ -174,27 +173,27 @@ class Forms:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_guards": {}}  # they cannot be copied
 
-    @cached
+    @cached_property
     def numels(self) -> NDArray[np.int64]:
         """Numbers of elements, shape [len(self)]."""
         return np.fromiter(map(torch.Size.numel, self.shapes), np.int64, len(self.shapes))
 
-    @cached
+    @cached_property
     def kinds(self) -> set[torch.dtype]:
         """The dtypes that occur."""
         return set(self.dtypes)
 
-    @cached
+    @cached_property
     def types(self) -> set[type]:
         """The types that occur."""
         return set(self._types)
 
-    @cached
+    @cached_property
     def devices(self) -> set[torch.device]:
         """The devices that occur."""
         return set(self._devices)
 
-    @cached
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """A key that is equal for lists of the same dtypes, lengths and layouts; it is hashed in no time."""
         layouts = () if self.contiguous else (repr((self.shapes, self.strides)),)
@@ -212,7 +211,7 @@ class Forms:
         self._codes.append((codes, numbers))
         return numbers
 
-    @cached
+    @cached_property
     def are_plain(self) -> bool:
         """Whether kernels can read all, as far as forms tell: see :func:`megascale.kernels.tensor_fault`."""
         negative, of_inference, _ = self._flags
@@ -236,7 +235,7 @@ class Forms:
         are_held = (ends <= np.array(places.nbytes, dtype=np.int64)) & (np.array(places.pointers, dtype=np.int64) != 0)
         return bool((are_held | (self.numels == 0)).all())
 
-    @cached
+    @cached_property
     def _reaches(self) -> NDArray[np.int64]:
         """The distance from the first element to the last one, plus 1."""
         if self.contiguous:

@@ -1,7 +1,7 @@
 """Lists of tensors that cache addresses and forms: reading these dominates the cost of many small tensors."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels.tensors.forms import PLAIN_TYPES, UNREADABLE, Forms, Places, picked
-from megascale.utils.cached import cached
 
 T = TypeVar("T")
 
@@ -88,7 +87,7 @@ class TensorList(Sequence[Any]):
         """Whether not all are missing."""
         return len(self.missing) < len(self.tensors)
 
-    @cached
+    @cached_property
     def there(self) -> list[int]:
         """The indices of those that are not missing."""
         return [index for index, tensor in enumerate(self.tensors) if tensor is not None]
@@ -110,36 +109,36 @@ class TensorList(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
 
-    @cached
+    @cached_property
     def filled(self) -> list[Tensor]:
         """The tensors, and what stands in for missing ones."""
         if not self.missing:
             return self.tensors
         return [self.tensors[self.there[0]] if one is None else one for one in self.tensors]
 
-    @cached
+    @cached_property
     def forms(self) -> Forms:
         """Shapes, strides, dtypes, devices and flags, also of what stands in for missing tensors."""
         return Forms(self.filled)
 
-    @cached
+    @cached_property
     def pointers(self) -> NDArray[np.int64]:
         """Addresses, shape [len(self)], also of what stands in for missing tensors."""
         return np.fromiter(map(Tensor.data_ptr, self.filled), np.int64, len(self.filled))
 
-    @cached
+    @cached_property
     def addresses(self) -> NDArray[np.int64]:
         """Addresses, shape [len(self)]: 0 of a missing tensor, 1 of an empty one, which is there all the same."""
         addresses = np.maximum(self.pointers, 1)
         addresses[self.missing] = 0
         return addresses
 
-    @cached
+    @cached_property
     def places(self) -> bytes:
         """A key of the addresses."""
         return self.addresses.tobytes()
 
-    @cached
+    @cached_property
     def signature(self) -> Hashable:
         """A key of the tensors' addresses and forms."""
         return self.places, self.forms.key
