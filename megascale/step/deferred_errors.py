@@ -120,9 +120,9 @@ class DeferredErrors:
 
     def raise_local(self) -> None:
         """Raise at once where this rank is alone, as far as the host knows without waiting."""
-        if self.consensus.is_alone and self._error is not None:
-            self._raise_together()
-        if self.consensus.is_alone and self._on_host and self._num_overflowed.reshape(1).tolist() != [0.0]:
+        if not self.consensus.is_alone:
+            return
+        if self._error is not None or (self._on_host and self._num_overflowed.reshape(1).tolist() != [0.0]):
             self._raise_together()
 
     def _raise_together(self) -> None:

@@ -210,15 +210,13 @@ def in_order(entries: Iterable[OverflowEntry]) -> Entries:
 
 
 def _cells(entry: OverflowEntry, is_origin: bool) -> tuple[str, ...]:
-    def shown(value: float | None) -> str:
-        return "?" if value is None else f"{value:g}"
-
     counts = ((entry.num_inf, "inf"), (entry.num_nan, "nan"))
+    micro_batch, largest = ("?" if own is None else f"{own:g}" for own in (entry.micro_batch, entry.largest_finite))
     return (
         entry.parameter + (" <- likely origin" if is_origin else ""),
         "all" if entry.rank is None else str(entry.rank),
-        shown(entry.micro_batch),
+        micro_batch,
         " and ".join(f"{count} {name}" for count, name in counts if count) or f"{entry.num_non_finite} inf or nan",
         str(entry.numel),
-        shown(entry.largest_finite),
+        largest,
     )

@@ -19,18 +19,12 @@ from megascale.utils import call_site
 from megascale.utils.collectives import raise_together
 from megascale.utils.graph_capture import is_capturing
 
-FIRST_LOOK = 8
-"""Steps skipped in a row after which main params are searched for what is not finite; then at each doubling. By then a
-loss scale of 2**16 has fallen to 2**9."""
-FIRST_WARNING = 32
+FIRST = 8
+"""Steps in a row after which there is a warning of gradients of zeros, of one norm of the scaled gradients, and of
+overflows at the smallest loss scale; skipped ones after which main params are searched for what is not finite, as by
+then a loss scale of 2**16 has fallen to 2**9. Then at each doubling."""
+FIRST_SKIPS = 32
 """Steps skipped in a row after which there is a warning; then at each doubling."""
-FIRST_ZEROS = 8
-"""Steps in a row with gradients of zeros after which there is a warning; then at each doubling."""
-FIRST_FLOOR_WARNING = 8
-"""Overflows in a row at the smallest loss scale after which there is a warning; then at each doubling."""
-
-FIRST_CLIPPED = 8
-"""Steps in a row with one norm of the scaled gradients after which there is a warning; then at each doubling."""
 LARGEST_CLIP = 100.0
 """Norm above which nobody clips."""
 SAME_SQUARES = 1e-2
@@ -131,7 +125,7 @@ class StallWatch(StepObserver):
             self._skips = self._spikes = 0
             self._floor.clear()
         self._zeros = self._zeros + 1 if has_only_zeros(agreed) else 0
-        if _is_due(self._zeros, FIRST_ZEROS):
+        if _is_due(self._zeros):
             call_site.warn(
                 f"no gradient, or none but zeros, in {self._zeros} steps in a row: small gradients are lost below the "
                 "smallest number of 16 bit (raise the loss scale; clip with optimizer.clip_grad, not by hand, where "
@@ -153,7 +147,7 @@ class StallWatch(StepObserver):
         else:
             self._same, self._squares, self._varies = int(is_limit), squares, False
         # Gradients that are the same to the bit, as a benchmark's, were not clipped: that rounds each step's otherwise.
-        if self._varies and _is_due(self._same, FIRST_CLIPPED):
+        if self._varies and _is_due(self._same):
             norm = math.sqrt(squares)
             call_site.warn(
                 f"the norm of the scaled gradients was {norm:.2g} in {self._same} steps in a row, as if they had "
@@ -169,7 +163,7 @@ class StallWatch(StepObserver):
         at_floor = self._floor.observe(overflowed, scaler)
         is_too_much = self._skips > self._most_skips or at_floor > self._most_at_floor
         # First: weights that are not finite are a cause, and the other errors would tell only what follows from it.
-        if _is_due(self._skips, FIRST_LOOK) or is_too_much:
+        if _is_due(self._skips) or is_too_much:
             params = (param for member in self._members for param in member.main_params)
             raise_together(non_finite_params(params), self._overflows.group)
         lowest = None if scaler is None else scaler.lowest_scale
@@ -177,12 +171,12 @@ class StallWatch(StepObserver):
         spikes = f"the gradient norm was a spike in {self._spikes} of them; {_WHY_SPIKES}"
         why = spikes if self._spikes else WHY_SKIPPED
         raise_excess(self._skips, self._most_skips, at_floor, self._most_at_floor, lowest, why, worst)
-        if _is_due(at_floor, FIRST_FLOOR_WARNING):
+        if _is_due(at_floor):
             call_site.warn(
                 f"{at_floor} steps in a row overflowed at the smallest loss scale, {lowest}: {_WHY_AT_FLOOR}",
                 RuntimeWarning,
             )
-        if _is_due(self._skips, FIRST_WARNING):
+        if _is_due(self._skips, FIRST_SKIPS):
             call_site.warn(f"{self._skips} steps in a row were skipped: {why}", RuntimeWarning)
 
 
@@ -230,6 +224,6 @@ def raise_excess(
         )
 
 
-def _is_due(count: int, first: int) -> bool:
+def _is_due(count: int, first: int = FIRST) -> bool:
     """Whether ``count`` is ``first``, a power of 2, doubled any number of times."""
     return count >= first and count.bit_count() == 1
