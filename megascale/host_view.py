@@ -19,15 +19,14 @@ class HostView:
 
     def push(self, values: Mapping[str, Tensor | float]) -> dict[str, float] | None:
         """Start copying ``values`` (one-element tensors or numbers); return what the previous push held, or None."""
-        numbers = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        row = _row_of(list(tensors.values())) if tensors else None
-        return self._push(_Copy(list(values), list(tensors), row, numbers))
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        numbers = {name: None if isinstance(value, Tensor) else float(value) for name, value in values.items()}
+        return self._push(_Copy(numbers, _row_of(tensors) if tensors else None))
 
     def push_vector(self, names: Sequence[str], vector: Tensor) -> dict[str, float] | None:
         """Start copying the elements of ``vector``, shape [len(names)]; return what the previous push held, or None."""
         row = vector.detach().clone() if vector.device.type == "cpu" else vector.detach()
-        return self._push(_Copy(list(names), list(names), row, {}))
+        return self._push(_Copy(dict.fromkeys(names), row))
 
     def flush(self) -> dict[str, float] | None:
         """Return the last push's values, waiting for them, and forget them."""
@@ -61,14 +60,11 @@ class _Copy:
     """One copy in progress. Its buffer lives until the values are read.
 
     Args:
-        order: all names, in the order in which they are returned.
-        names: names of the elements of ``row``.
-        numbers: values that need no copy, by name.
+        numbers: by name, in the order in which they are returned; None for each element of ``row``.
+        row: what is copied.
     """
 
-    def __init__(self, order: list[str], names: list[str], row: Tensor | None, numbers: dict[str, float]) -> None:
-        self._order = order
-        self._names = names
+    def __init__(self, numbers: dict[str, float | None], row: Tensor | None) -> None:
         self._numbers = numbers
         self._event: torch.Event | None = None
         self._buffer = row
@@ -82,6 +78,5 @@ class _Copy:
     def read(self) -> dict[str, float]:
         if self._event is not None:
             self._event.synchronize()
-        read: list[float] = self._buffer.tolist() if self._buffer is not None else []
-        known = self._numbers | dict(zip(self._names, read, strict=True))
-        return {name: known[name] for name in self._order}
+        copied = iter([] if self._buffer is None else self._buffer.tolist())
+        return {name: next(copied) if number is None else number for name, number in self._numbers.items()}

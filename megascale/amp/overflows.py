@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from megascale.host_view import HostView
 from megascale.kernels import describe_non_finite
-from megascale.step.observers import SeenInBackward
+from megascale.step.observers import BetweenSteps
 from megascale.step.overflow_report import OverflowEntry, OverflowReport
 from megascale.step.overflows import LastOverflow, described
 from megascale.step.stalls import ROUNDING, WHY_SKIPPED, raise_excess
@@ -25,7 +25,7 @@ class _Iteration(NamedTuple):
 
     step: int
     flags: list[Tensor]
-    seen: SeenInBackward
+    seen: BetweenSteps
 
 
 class ScalerOverflows(LastOverflow):

@@ -16,7 +16,7 @@ SeenGrads = Callable[[], Entries]
 """Returns which of a step's gradients held inf or NaN in backward, before any reduction. Waits for the device."""
 
 
-class SeenInBackward(NamedTuple):
+class BetweenSteps(NamedTuple):
     """What was seen between two steps.
 
     Attributes:
@@ -58,7 +58,7 @@ class StepRecord:
     found_inf: Tensor
     scaler: MegatronGradScaler | None
     scale: Tensor | float | None
-    seen: SeenInBackward
+    seen: BetweenSteps
 
 
 class StepObserver:

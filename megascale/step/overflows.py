@@ -25,7 +25,7 @@ from megascale.step.local_grads import Collected
 from megascale.step.losses import Losses, non_finite_losses
 from megascale.step.member import StepMember
 from megascale.step.misuse import Statistics, was_skipped
-from megascale.step.observers import SeenGrads, SeenInBackward, StepObserver, StepRecord
+from megascale.step.observers import BetweenSteps, SeenGrads, StepObserver, StepRecord
 from megascale.step.overflow_report import Entries, OverflowEntry, OverflowReport, in_order, merged
 from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.dtensors import to_local
@@ -67,13 +67,13 @@ class LastOverflow(ABC):
         """Whether gradients may be sums over ranks of which this one does not know."""
         return False
 
-    def _take_seen(self, params: Callable[[], Iterable[Tensor]]) -> SeenInBackward:
+    def _take_seen(self, params: Callable[[], Iterable[Tensor]]) -> BetweenSteps:
         """Return what was seen since the last call. ``params``: returns those that are trained; asked rarely."""
         num_losses, losses = self.losses.count, self.losses.take()
         grads = None if self.listener is None else self.listener.take()
-        return SeenInBackward(grads, non_finite_module.take(params), losses, 0 if num_losses == 1 else None)
+        return BetweenSteps(grads, non_finite_module.take(params), losses, 0 if num_losses == 1 else None)
 
-    def _tell(self, step: int, scale: float | None, seen: SeenInBackward, at_the_step: Entries, num_grads: int) -> None:
+    def _tell(self, step: int, scale: float | None, seen: BetweenSteps, at_the_step: Entries, num_grads: int) -> None:
         """Describe a skipped step, of which ``num_grads`` gradients were there. Waits for the device."""
         early = None if seen.grads is None else seen.grads()
         if early is None and group_size(self.group) == 1 and not self._may_be_reduced:

@@ -147,19 +147,6 @@ def test_only_what_one_rank_leaves_out_is_named(ranks: RankPool, late: bool) -> 
         assert "in no param group on rank 0 and nothing on rank 1;" in message
 
 
-def _left_out_by_two() -> str:
-    bag, optimizer = _made()
-    _backward(bag, (dist.get_rank(),) if dist.get_rank() else ())
-    return message_of(UsageError, optimizer.step)
-
-
-def test_all_ranks_that_leave_something_out_are_told(ranks: RankPool) -> None:
-    """The first, and the parameters of the others."""
-    for message in ranks.run(3, _left_out_by_two):
-        assert "the reason to leave 'params.1' out of the step is nothing on rank 0 and that" in message
-        assert "on rank 1 (different too: the reason to leave 'params.2' out of the step)" in message
-
-
 def _late_setting(steps: int) -> tuple[str, bool]:
     bag, optimizer = _made()
     optimizer.recipe.errors._on_host = False

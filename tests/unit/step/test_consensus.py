@@ -1,5 +1,6 @@
 """The vote of a step: its numbers add up to 0 where ranks do the same, and a rank alone has none."""
 
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -97,21 +98,16 @@ _SWAPPED_SETS = [
 ]
 
 
-@example(world=_SWAPPED_KINDS)
-@example(world=_SWAPPED_SETS)
-@given(world=_worlds())
-def test_numbers_add_up_to_0_if_and_only_if_each_set_agrees(world: list[dict[Kind, tuple[list[int], int]]]) -> None:
-    """Invariant 12: any ranks, in any sets of holders, and any of them with other facts; in each step."""
-    for numbers in _numbers(world, FP64, 3):
-        assert (sum(numbers) == 0) == _do_same(world)
-
-
+@example(world=_SWAPPED_KINDS, order=random.Random(0))
+@example(world=_SWAPPED_SETS, order=random.Random(0))
 @given(world=_worlds(), order=st.randoms())
 @pytest.mark.parametrize(("device", "dtype"), [(FP64, np.float64), (FP32, np.float32)])
-def test_sums_are_exact_in_the_dtype_of_statistics(
+def test_numbers_add_up_to_0_if_and_only_if_each_set_agrees(
     world: list[dict[Kind, tuple[list[int], int]]], order: Any, device: torch.device, dtype: Any
 ) -> None:
-    """Whatever the order of additions, beside counts of errors. Of three votes at least one finds what differs."""
+    """Invariant 12: any ranks, in any sets of holders, and any of them with other facts. Sums are exact in the dtype of
+    statistics, whatever the order of additions, beside counts of errors. In fp32 one step of three at least finds it.
+    """
     steps = _numbers(world, device, 3)
     for numbers in steps:
         added = [*numbers, 5, 17]
@@ -121,7 +117,9 @@ def test_sums_are_exact_in_the_dtype_of_statistics(
             assert int(dtype(one)) == one
             total += dtype(one)
         assert total == sum(numbers) + 22
-    assert any(map(sum, steps)) == (not _do_same(world))
+    found = [sum(numbers) != 0 for numbers in steps]
+    assert any(found) == (not _do_same(world))
+    assert device is FP32 or len(set(found)) == 1
 
 
 @given(num_ranks=st.integers(2, 64), data=st.data())
