@@ -6,7 +6,6 @@ from torch import Tensor
 from megascale.errors import UsageError
 from megascale.kernels.compact_moments import SCALE_SUFFIX
 from megascale.rules import ADAM, MOMENT_CODES
-from megascale.step.kernel_state import named_in
 
 _MOMENTS = {f"{name}{SCALE_SUFFIX}": name for name in MOMENT_CODES}
 """Moments by the names of their scales."""
@@ -24,8 +23,13 @@ def require_no_codes(optimizer: torch.optim.Optimizer) -> None:
     param, entry = next(of_params, (None, None))
     if not isinstance(entry, dict) or _MOMENTS.keys().isdisjoint(entry):
         return
-    names = (name for name, listed in named_in(optimizer.param_groups) if listed is param)
-    name = next(names, "a parameter of no param group")
+    name, position = "a parameter of no param group", 0
+    for group in optimizer.param_groups:
+        names = group.get("param_names") or []
+        for at, listed in enumerate(group["params"]):
+            if listed is param:
+                name = names[at] if at < len(names) else str(position)
+            position += 1
     moment = next(moment for scale, moment in _MOMENTS.items() if scale in entry)
     raise UsageError(
         f"the state of {name!r} in {type(optimizer).__name__} holds {moment} as 8-bit codes, which its own step() "

@@ -24,7 +24,6 @@ from megascale.kernels.selection import host_backend, select_backend, why_not
 from megascale.kernels.tensors.checked_memory import (
     MemoryRecord,
     memory_fault,
-    overlapping,
     sharing,
     tensor_fault,
 )
@@ -67,7 +66,6 @@ __all__ = [
     "host_backend",
     "inverse",
     "memory_fault",
-    "overlapping",
     "rows",
     "select_backend",
     "sharing",

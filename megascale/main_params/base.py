@@ -14,10 +14,9 @@ from megascale.config import StepConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, listed
 from megascale.main_params.group_scales import place_scales
 from megascale.main_params.host_buffers import HostBuffers, host_memory
-from megascale.main_params.main_param import MainParam, check_apart, check_trainable, main_param_of
+from megascale.main_params.main_param import MainParam, check_apart, check_trainable, main_memory, main_param_of
 from megascale.main_params.residence import Residence
 from megascale.main_params.shard import ParamShard
-from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit, units_of
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.main_params.write_tracker import WriteTracker
@@ -254,10 +253,9 @@ class MainParams:
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
         """Return new main params for ``params`` (by name), with the model's values. ``group_of``: their groups."""
         on_host = self.host_buffers(params, [([name], param.numel()) for name, param in params.items()])
-        slabs = Slabs(on_host[name].weights if name in on_host else param for name, param in params.items())
-        as_remainder = self.stores_remainders
+        copies = main_memory(params, on_host, as_remainders=self.stores_remainders)
         return [
-            main_param_of(name, param, None, slabs, as_remainder=as_remainder, on_host=on_host.get(name))
+            main_param_of(name, param, None, copies.get(name), on_host=on_host.get(name))
             for name, param in params.items()
         ]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from megascale.kernels.compact_moments import GROUP, decode_moments, is_scale, num_groups
 from megascale.rules import MOMENT_CODES
 from megascale.utils.collectives import full_tensor
-from megascale.utils.dtensors import first_row, is_dtensor, row_cuts, to_local
+from megascale.utils.dtensors import first_row, is_dtensor, placed_like, row_cuts, to_local
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 
 def has_whole_groups(tensor: Tensor) -> bool:
@@ -44,7 +44,10 @@ def scales_shape(tensor: Tensor) -> torch.Size:
 def scales_like(tensor: Tensor, scales: Tensor) -> Tensor:
     """Return the scales of this rank's part as the state beside ``tensor``: of a DTensor a DTensor."""
     part = scales.view(scales_shape(tensor))
-    return _placed(part, tensor) if is_dtensor(tensor) else part
+    if not is_dtensor(tensor):
+        return part
+    shape = _shape(tensor, tensor.shape)
+    return placed_like(part, tensor, shape, torch.empty(shape, device="meta").stride())
 
 
 def place_scales(scales: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,16 +73,6 @@ def decoded_where_cut(state: Mapping[str, Any], tensor: Tensor) -> dict[str, Any
         return dict(state)  # refused later: a quotient means nothing without the other moment
     whole = {key: full_tensor(state[key].detach()) for key in (*names, *filter(is_scale, state))}
     return {key: value for key, value in state.items() if not is_scale(key)} | decode_moments(whole)
-
-
-def _placed(part: Tensor, tensor: "DTensor") -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    shape = _shape(tensor, tensor.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = tensor.device_mesh, tensor.placements
-    placed = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return placed.to(part.device)  # from_local() moves what is in host memory
 
 
 def _shape(tensor: Tensor, part: torch.Size) -> torch.Size:

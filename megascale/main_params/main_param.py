@@ -4,7 +4,7 @@ A copy may be held as a remainder: an int16 beside the model param, see :mod:`me
 tensor then has memory only while it is decoded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import memory_fault, sharing, tensor_fault
 from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode
 from megascale.main_params.host_buffers import HostBuffers
-from megascale.main_params.slab import Slabs
+from megascale.main_params.segments import Form, in_segments
 from megascale.main_params.write_tracker import WriteTracker
-from megascale.utils.dtensors import dtensor_like, held, is_dtensor, to_local
+from megascale.utils.dtensors import dtensor_like, held, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 
 MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -133,28 +133,6 @@ class MainParam:
         self.main = torch.empty_like(self.remainder, dtype=torch.float32)
         self.release()
 
-    def take_memory(self, value: object) -> None:
-        """Let the main param lie where ``value`` does, on any device, with its values. It stays the same object.
-
-        Raises UsageError, naming the parameter, for anything but a tensor of its form.
-        """
-        if value is self.main:
-            return
-        if not isinstance(value, Tensor) or not self._can_lie_at(value):
-            raise UsageError(
-                f"the main param of {self.name!r} is {_form_of(self.main)} and was assigned {_form_of(value)}; assign "
-                "its own values, moved, or use load_state_dict()"
-            )
-        held(self.main).data = held(value).detach()
-
-    def _can_lie_at(self, value: Tensor) -> bool:
-        """Return whether ``value`` has memory of its own, and the form of the main param, on a device that may be."""
-        here, there = held(self.main), held(value)
-        if is_dtensor(value) != is_dtensor(self.main) or tensor_fault(there) is not None:
-            return False
-        forms = [(one.shape, part.shape, part.dtype) for one, part in ((self.main, here), (value, there))]
-        return forms[0] == forms[1] and (self.on_host is None or here.device == there.device)
-
     def is_written(self) -> bool:
         """Return whether others have written the model param since the main param agreed with it."""
         return self.tracker is not None and self.tracker.is_written(self.slot)
@@ -221,56 +199,51 @@ class MainParam:
             self.on_host.weights.copy_(self.part)
 
 
-def _form_of(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return f"{value!r} of type {type(value).__name__}"
-    return f"{tuple(value.shape)} {value.dtype} on {value.device}"
+def main_memory(
+    parts: Mapping[str, Tensor], on_host: Mapping[str, HostBuffers], *, as_remainders: bool
+) -> dict[str, Tensor]:
+    """Return, by name, zeros for the main params of those parts of model params that have a copy; local tensors.
+
+    Args:
+        on_host: of those whose copies are in host memory.
+        as_remainders: zeros are int16, in place of fp32.
+    """
+    likes = {
+        name: on_host[name].weights if name in on_host else held(part)
+        for name, part in parts.items()
+        if part.dtype in HALF_DTYPES
+    }
+    dtype = REMAINDER_DTYPE if as_remainders else torch.float32
+    return dict(zip(likes, in_segments([Form.like(like, dtype) for like in likes.values()]), strict=True))
 
 
 def main_param_of(
     name: str,
     model: nn.Parameter,
     shard: Tensor | None,
-    slabs: Slabs,
+    memory: Tensor | None,
     *,
     is_owned: bool = True,
-    as_remainder: bool,
     on_host: HostBuffers | None = None,
 ) -> MainParam:
     """Return a main param with the model's values.
 
     Args:
         shard: of ``model``, which the main param is to be like; None: all of it.
-        as_remainder: hold it as a remainder, where it is a copy.
-        on_host: make it in host memory, beside this.
+        memory: zeros, of fp32 or of a remainder, see :func:`main_memory`. None: the main param is no copy.
+        on_host: what the model param has in host memory, where ``memory`` is there.
     """
     like = model if shard is None else shard
-    if model.dtype not in HALF_DTYPES:
+    if memory is None:
         return MainParam(name, model, like, shard, is_copy=False, is_owned=is_owned)
-    if not as_remainder:
-        main = _main_in_memory(like, slabs, on_host, torch.float32)
-        to_local(main).copy_(to_local(like))
-        return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, on_host=on_host)
-    main = _empty_main(like, on_host, torch.float32)
-    remainder = _main_in_memory(like, slabs, on_host, REMAINDER_DTYPE)
-    return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, remainder=remainder, on_host=on_host)
-
-
-def _main_in_memory(like: Tensor, slabs: Slabs, on_host: HostBuffers | None, dtype: torch.dtype) -> Tensor:
-    """Return zeros, for a main param like ``like``, on its device, or in host memory beside ``on_host``."""
-    if on_host is None:
-        return slabs.zeros(like, dtype, "main")
-    if is_dtensor(like):
-        main = _empty_main(like, on_host, dtype)
-        to_local(main).zero_()
-        return main
-    return slabs.zeros(on_host.weights, dtype, "main")
-
-
-def _empty_main(like: Tensor, on_host: HostBuffers | None, dtype: torch.dtype) -> Tensor:
-    """Return uninitialised memory. Of a DTensor it is one of the same ranks, whose local tensor has that memory."""
-    device = like.device if on_host is None else on_host.weights.device
-    return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False, memory_format=torch.preserve_format)
+    placed = dtensor_like(memory, like)
+    if memory.dtype != REMAINDER_DTYPE:
+        memory.copy_(to_local(like))
+        return MainParam(name, model, placed, shard, is_copy=True, is_owned=is_owned, on_host=on_host)
+    main = torch.empty_like(
+        like, dtype=torch.float32, device=memory.device, requires_grad=False, memory_format=torch.preserve_format
+    )
+    return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, remainder=placed, on_host=on_host)
 
 
 def check_trainable(name: str, model: Tensor) -> None:

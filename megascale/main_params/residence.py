@@ -53,28 +53,9 @@ class Residence:
     def __init__(self) -> None:
         self.is_away = False
         self._away: list[_Away] = []
-        self._moved: dict[str, tuple[ref[Tensor], torch.device]] = {}
-
-    def note(self, name: str, main: Tensor, before: torch.device) -> None:
-        """Remember that a loop over ``optimizer.state`` has moved a main param, or has moved it back.
-
-        Args:
-            name: of its parameter.
-            before: where it was: where a step needs it, if it was not moved earlier.
-        """
-        _, home = self._moved.pop(name, (None, before))
-        if main.device != home:
-            self._moved[name] = ref(main), home
 
     def require_here(self, call: str) -> None:
         """Raise UsageError if tensors are away. ``call``: what cannot be done then."""
-        for name, (main, home) in self._moved.items():
-            moved = main()
-            if moved is not None and moved.device != home:
-                raise UsageError(
-                    f"{call} needs the main param of {name!r} on {home}; a loop over optimizer.state has moved it to "
-                    f"{moved.device}: move the state back before it"
-                )
         if self.is_away:
             raise UsageError(
                 f"{call} needs the optimizer's main params, state and main grads, which offload() has moved to host "

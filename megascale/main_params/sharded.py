@@ -21,10 +21,9 @@ from megascale.grad_sync.sync import GradSync, check_syncable
 from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import GatheredBucket, ParamGather
-from megascale.main_params.main_param import MainParam, main_param_of
+from megascale.main_params.main_param import MainParam, main_memory, main_param_of
 from megascale.main_params.replica_check import broadcast_parameters, digests, require_same_values
 from megascale.main_params.shard import ParamShard
-from megascale.main_params.slab import Slabs
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.parallel import ParallelGroups, is_expert
@@ -92,16 +91,10 @@ class ShardedMainParams(MainParams):
             owned |= {place.name for place in memory.placements if place.owner in (None, synced.rank)}
         # A bucket's parameters are updated in one unit, and gathered after it: they live in one place, on all ranks.
         on_host = self.host_buffers(shards, [(list(one.params), one.memory.flat.numel()) for one in reversed(added)])
-        slabs = Slabs(on_host[name].weights if name in on_host else shard for name, shard in shards.items())
+        copies = main_memory(shards, on_host, as_remainders=self.stores_remainders)
         made = {
             name: main_param_of(
-                name,
-                params[name],
-                shard,
-                slabs,
-                is_owned=name in owned,
-                as_remainder=self.stores_remainders,
-                on_host=on_host.get(name),
+                name, params[name], shard, copies.get(name), is_owned=name in owned, on_host=on_host.get(name)
             )
             for name, shard in shards.items()
         }

@@ -4,7 +4,8 @@ Programs save, move and measure a torch optimizer by what ``optimizer.state[para
 ``torch.distributed.checkpoint.state_dict`` and torchtitan take from there the names that they look up in a file. All of
 them find the same entries here:
 
-- those of the wrapped optimizer, live. What is written reaches them.
+- those of the wrapped optimizer, live. What is written reaches them, and state that our kernels update is taken in by
+  value: see :mod:`megascale.step.kernel_state`. Copied, pickled and popped, entries are clones.
 - those that :mod:`megascale.state.torch_layout` adds to a state dict: main param, scale, trackers, counts. The main
   param is live; the others are copies in host memory. Where this optimizer has no such value, as a bf16 run has no
   scale, the entry is None: a loader still asks the file for it, and the value that it finds there is not lost.
@@ -62,12 +63,6 @@ class Source(HeldState):
             return True
         return any(param is one for group in self.param_groups for one in group["params"])
 
-    def forget(self) -> None:
-        """Let tensors go that are replaced: the update kept them for the next step."""
-        member = self.member()
-        if member is not None:
-            member.update.release_scratch()
-
 
 class _View(MutableMapping[K, Any]):
     """What ``dict`` has and ``MutableMapping`` lacks. Pickled, deep-copied and joined it is a plain dict."""
@@ -94,8 +89,7 @@ class ParamEntries(_View[str]):
 
     Raises:
         StateDictError: while it is read, for a wrapped optimizer that has entries of the added names itself.
-        UsageError: for another value written to an added entry. The main param takes the memory of a tensor of its
-            form that is assigned, as a loop does that moves the state to another device and back.
+        UsageError: for another value written to an added entry.
     """
 
     def __init__(self, source: Source, param: Tensor) -> None:
@@ -124,7 +118,6 @@ class ParamEntries(_View[str]):
         return self._added(name) if name in self._source.added else self._own[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._source.forget()
         if name in self._source.added:
             self._write_added(name, value)
         elif self._param in self._source.state:
@@ -143,6 +136,15 @@ class ParamEntries(_View[str]):
     def clear(self) -> None:
         """Drop the wrapped optimizer's entries."""
         self._own.clear()
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Take an entry out, as a copy: what its place shows is then the next one."""
+        value = super().pop(name, *default)
+        return map_tensors(torch.clone, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies: a tensor that is pickled or deep-copied takes all that shares its memory along.
+        return OrderedDict, (), None, None, ((name, map_tensors(torch.clone, value)) for name, value in self.items())
 
     def _name(self) -> str:
         names = self._source.main_params.names(self._source.param_groups)
@@ -168,12 +170,7 @@ class ParamEntries(_View[str]):
         return None if source.counter.skips.is_meta else layout.shared_entries(source.shared_values()).get(name)
 
     def _write_added(self, name: str, value: Any) -> None:
-        main = self._main()
-        if name == layout.MAIN_PARAM and main is not None and main.is_copy and main.remainder is None:
-            before = main.main.device
-            main.take_memory(value)
-            self._source.main_params.residence.note(main.name, main.main, before)
-        elif not _are_equal(self._added(name), value):
+        if not _are_equal(self._added(name), value):
             raise UsageError(
                 f"optimizer.state of {self._name()!r} was assigned another {name!r} than it has: that entry shows what "
                 "the optimizer holds elsewhere; use load_state_dict() to change it"
@@ -226,7 +223,6 @@ class StateView(_View[Any]):
             if len(self._sources) > 1:
                 raise UsageError("state of several optimizers takes no new keys: write it into one of .optimizers")
             [source] = self._sources
-        source.forget()
         if not isinstance(key, Tensor) or not isinstance(value, Mapping):
             source.state[key] = value
             return
@@ -283,4 +279,4 @@ def _are_equal(one: Tensor | None, other: Any) -> bool:
     if one is None or not isinstance(other, Tensor):
         return one is other
     mine, theirs = to_local(one), to_local(other)
-    return one.shape == other.shape and torch.equal(mine.cpu(), theirs.to("cpu", mine.dtype))
+    return one.shape == other.shape and not theirs.is_meta and torch.equal(mine.cpu(), theirs.to("cpu", mine.dtype))

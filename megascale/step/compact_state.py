@@ -19,10 +19,10 @@ from megascale.kernels.compact_moments import (
     encode_moments,
     is_scale,
 )
-from megascale.main_params.group_scales import first_element, has_whole_groups, scales_like, scales_shape
+from megascale.main_params.group_scales import first_element, has_whole_groups, scales_shape
 from megascale.main_params.main_param import MainParam
 from megascale.rules import ADAM, CODE_DTYPES, MOMENT_CODES
-from megascale.utils.dtensors import dtensor_like, is_dtensor, to_local
+from megascale.utils.dtensors import is_dtensor, to_local
 from megascale.utils.wording import either
 
 BACKENDS = ("native", "triton", "torch", "reference")
@@ -99,26 +99,27 @@ def require_uncast(entry: Mapping[str, Any], param: MainParam) -> None:
             )
 
 
-def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: MainParam) -> None:
-    """Convert the moments in one parameter's state to ``dtypes``, where some are codes, or shall be.
-
-    State that is missing stays missing. Raises UsageError for codes without scales, or without the other moment.
-    """
-    if all(entry.get(name) is None for name in _PAIR):
-        return
+def require_whole_codes(entry: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], param: MainParam) -> None:
+    """Raise UsageError for codes without scales, or that are to be converted without the other moment."""
+    there = [name for name in _PAIR if isinstance(entry.get(name), Tensor)]
     # A code means nothing without its scale, and the first moment's quotient nothing without the second moment.
-    unscaled = [
-        name + SCALE_SUFFIX
-        for name in _PAIR
-        if isinstance(entry.get(name), Tensor) and is_code(name, entry[name]) and entry.get(name + SCALE_SUFFIX) is None
+    lacks = [
+        name + SCALE_SUFFIX for name in there if is_code(name, entry[name]) and entry.get(name + SCALE_SUFFIX) is None
     ]
-    fits = all(entry.get(name) is None or entry[name].dtype == dtypes[name] for name in _PAIR)
-    lacks = unscaled if fits else [name for name in _PAIR if entry.get(name) is None] + unscaled
+    if there and not _have_dtypes(entry, dtypes):
+        lacks = [name for name in _PAIR if name not in there] + lacks
     if lacks:
         raise UsageError(
             f"the optimizer's state of {param.name!r} holds 8-bit codes and lacks {lacks}; load state that is whole"
         )
-    if fits:
+
+
+def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: MainParam) -> None:
+    """Convert the moments in one parameter's state to ``dtypes``, where some are codes, or shall be.
+
+    State that is missing stays missing. :func:`require_whole_codes` has passed.
+    """
+    if _have_dtypes(entry, dtypes):
         return
     step = entry.get("step", 0.0)
     step = step if isinstance(step, Tensor) else torch.as_tensor(step, dtype=torch.float32, device="cpu")
@@ -127,8 +128,11 @@ def convert_(entry: dict[str, Any], dtypes: Mapping[str, torch.dtype], param: Ma
     # Old scales go first: a moment that is fp32 from now on has none.
     for name in filter(is_scale, list(entry)):
         del entry[name]
-    for name, value in made.items():
-        entry[name] = scales_like(param.main, value) if is_scale(name) else dtensor_like(value, param.main)
+    entry.update(made)
+
+
+def _have_dtypes(entry: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> bool:
+    return all(entry.get(name) is None or entry[name].dtype == dtypes[name] for name in _PAIR)
 
 
 def holds_codes(entry: Mapping[str, Any]) -> bool:

@@ -85,6 +85,10 @@ class HostUpdate(InnerUpdate):
         self._findings.flags.clear()
 
     @override
+    def take_in_state(self) -> int:
+        return self._host.take_in_state() + self._beside.take_in_state()
+
+    @override
     def required_state(self, options: dict[str, Any]) -> list[str]:
         return self._host.required_state(options)
 

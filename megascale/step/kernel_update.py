@@ -1,8 +1,9 @@
 """The rules of :mod:`megascale.rules` on kernels, which read ``found_inf`` on the device."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -28,29 +29,33 @@ from megascale.rules.options import require_options
 from megascale.step.compact_state import require_supported, start_of, with_scales
 from megascale.step.decoded import DecodedParams, decoded_together, scratch_numel
 from megascale.step.inner_step import InnerStep
-from megascale.step.kernel_state import KernelState, StateColumns, rate
+from megascale.step.kernel_state import KernelState, rate
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, OverflowFlags, PendingUpdate, Prepared
-from megascale.utils.dtensors import to_local
+from megascale.utils.dtensors import held, to_local
+
+_STORAGE: Callable[[Tensor], Any] = Tensor.untyped_storage
+_ADDRESS: Callable[[Any], int] = torch.UntypedStorage.data_ptr
 
 
 class _UnitOperands(NamedTuple):
-    """The operands of a unit, which serve in every step while the state is the same tensors.
+    """The operands of a unit. Its main params and state never move: only their storages may, as into shared memory.
 
     Attributes:
-        state: that they were made of.
+        names: of the state.
         prepared: without gradients.
-        left_out: indices of the unit's parameters that are in none of them, as they had neither a gradient nor whole
-            state.
+        storages: of main params and state. Held, so that no address is that of other memory.
+        addresses: of these.
     """
 
-    state: StateColumns
+    names: list[str]
     prepared: list[Prepared]
-    left_out: set[int]
+    storages: list[torch.UntypedStorage]
+    addresses: list[int]
 
-    def serve(self, grads: TensorList, names: list[str]) -> bool:
-        """Return whether they are those of the present state ``names``, and of all parameters that have a gradient."""
-        return all(grads[index] is None for index in self.left_out) and self.state.hold(names)
+    def serve(self, names: list[str]) -> bool:
+        """Return whether they are those of the state ``names``, and where it is."""
+        return names == self.names and list(map(_ADDRESS, self.storages)) == self.addresses
 
 
 class _CachedHyper(NamedTuple):
@@ -86,7 +91,6 @@ class KernelUpdate(InnerUpdate):
         # Else main params that are held as remainders are decoded for run().
         self.fuses_remainders = is_own and backend.fuses_remainders
         self.general = GeneralUpdate(optimizer, backend, inner_step)
-        self._entries: list[dict[str, Any]] = []
         self._prepared: WeakKeyDictionary[UpdateUnit, _UnitOperands] = WeakKeyDictionary()
         self._hypers: dict[int, _CachedHyper] = {}
         self._option_names = ("lr", *rule.numbers, *rule.flags)
@@ -95,7 +99,7 @@ class KernelUpdate(InnerUpdate):
         require_supported(dtypes, optimizer, backend)
         self._dtypes = dtypes
         self._scratch: dict[torch.device, Tensor] = {}
-        self._state = KernelState(optimizer, dtypes)
+        self._state = KernelState(optimizer, dtypes, rule.optional_state)
 
     @property
     def inner_step(self) -> InnerStep:
@@ -106,6 +110,10 @@ class KernelUpdate(InnerUpdate):
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
         require_options(options, self._option_names)
         self._state.create(params, self.required_state(options))
+
+    @override
+    def take_in_state(self) -> int:
+        return self._state.take_in()
 
     @override
     def release_scratch(self) -> None:
@@ -126,11 +134,6 @@ class KernelUpdate(InnerUpdate):
         if is_obstructed:
             self._require_readable(updates)
             return self.general.prepare(updates)
-        entries = self.optimizer.state
-        # Cached operands are those of state dicts that somebody may have replaced.
-        if len(entries) != len(self._entries) or not all(map(is_, entries.values(), self._entries)):
-            self._entries = list(entries.values())
-            self._prepared.clear()
         hypers = []
         for pending, known in zip(updates, cached, strict=True):
             if known is None:
@@ -212,8 +215,8 @@ class KernelUpdate(InnerUpdate):
 
     def _require_readable(self, updates: Sequence[PendingUpdate]) -> None:
         """Raise UsageError if the optimizer's own step() is to run on moments held as codes."""
-        held = [(moment.name, self._dtypes[moment.name]) for moment in self.rule.moments]
-        codes = [f"{name}={dtype}" for name, dtype in held if dtype in CODE_DTYPES]
+        kinds = [(moment.name, self._dtypes[moment.name]) for moment in self.rule.moments]
+        codes = [f"{name}={dtype}" for name, dtype in kinds if dtype in CODE_DTYPES]
         if codes:
             obstacles = [self.rule.obstacle(pending.options) for pending in updates]
             why = next(filter(None, obstacles), "step hooks: remove them")
@@ -229,43 +232,24 @@ class KernelUpdate(InnerUpdate):
     def _operands(self, updates: Sequence[PendingUpdate], names: Sequence[list[str]]) -> list[list[Prepared]]:
         """Return the operands of each unit: those of an earlier step, while all of them serve; else new ones.
 
-        Raises UsageError, before any value has changed, for state that does not fit or shares memory.
+        Raises UsageError, before any value has changed, for state that an option needs and that was not loaded.
         """
         kept = [self._prepared.get(pending.unit) for pending in updates]
-        every = zip(kept, updates, names, strict=True)
-        if all(one is not None and one.serve(pending.grads, needed) for one, pending, needed in every):
+        if all(one is not None and one.serve(needed) for one, needed in zip(kept, names, strict=True)):
             return [one.prepared for one in kept if one is not None]
-        # State is not created, nor complained of, before the first gradient: such parameters are left out until then.
-        chosen = [
-            [
-                (index, param)
-                for index, (param, grad) in enumerate(zip(pending.unit.params, pending.grads, strict=True))
-                if grad is not None or self._state.is_whole(param, needed)
-            ]
-            for pending, needed in zip(updates, names, strict=True)
-        ]
-        units = [([param for _, param in pairs], needed) for pairs, needed in zip(chosen, names, strict=True)]
-        grads = [
-            [param.part if (grad := pending.grads[index]) is None else grad for index, param in pairs]
-            for pending, pairs in zip(updates, chosen, strict=True)
-        ]
-        # State must not reach into what this step does not update either: main params of these and of earlier steps.
-        busy = {id(param) for params, _ in units for param in params}
-        known = dict.fromkeys([*self._prepared, *(pending.unit for pending in updates)])
-        self._state.require_apart(
-            units, grads, [param for unit in known for param in unit.params if id(param) not in busy]
-        )
-        for params, needed in units:
-            self._state.complete(params, needed, self.rule.optional_state)
-        self._state.separate(units)
-        for params, _ in [] if self.fuses_remainders else units:
-            self._make_scratch([param for param in params if param.remainder is not None])
+        units = [pending.unit for pending in updates]
+        for unit, needed in zip(units, names, strict=True):
+            self._state.create(unit.params, needed, fills=False)
+        for unit in [] if self.fuses_remainders else units:
+            self._make_scratch([param for param in unit.params if param.remainder is not None])
         found = []
-        for pending, pairs, (params, needed) in zip(updates, chosen, units, strict=True):
-            state = self._state.columns(params, needed)
-            found.append(_prepare(pairs, state.by_name, self._scratch, fuses=self.fuses_remainders))
-            left_out = set(range(len(pending.grads))) - {index for index, _ in pairs}
-            self._prepared[pending.unit] = _UnitOperands(state, found[-1], left_out)
+        for unit, needed in zip(units, names, strict=True):
+            state = self._state.columns(unit.params, needed)
+            copies = (param.memory for param in unit.params if param.is_copy)
+            storages = map(_STORAGE, map(held, chain(copies, *state.values())))
+            by_address = {storage.data_ptr(): storage for storage in storages}
+            found.append(_prepare(unit.params, state, self._scratch, fuses=self.fuses_remainders))
+            self._prepared[unit] = _UnitOperands(needed, found[-1], list(by_address.values()), list(by_address))
         return found
 
     def _make_scratch(self, held: Sequence[MainParam]) -> None:
@@ -299,7 +283,7 @@ def _by_device(params: Sequence[MainParam]) -> dict[torch.device, list[int]]:
 
 
 def _prepare(
-    params: Sequence[tuple[int, MainParam]],
+    params: Sequence[MainParam],
     state: Mapping[str, Sequence[Tensor]],
     scratch: Mapping[torch.device, Tensor],
     *,
@@ -308,47 +292,44 @@ def _prepare(
     """Split a unit by device, and what is held as remainders into what is decoded together.
 
     Args:
-        params: each with its index in the unit.
         state: columns of the optimizer's state, one tensor for each of ``params``.
         scratch: memory to decode into.
         fuses: the update itself decodes remainders.
     """
-    listed, prepared = [param for _, param in params], []
-    for device, at in _by_device(listed).items():
-        whole = [place for place in at if listed[place].remainder is None]
-        held = [place for place in at if listed[place].remainder is not None]
-        prepared += [_prepared(params, chosen, state) for chosen in (whole, held if fuses else []) if chosen]
+    prepared = []
+    for device, indices in _by_device(params).items():
+        whole = [index for index in indices if params[index].remainder is None]
+        cut = [index for index in indices if params[index].remainder is not None]
+        prepared += [_prepared(params, chosen, state) for chosen in (whole, cut if fuses else []) if chosen]
         if not fuses:
-            for places in decoded_together([listed[place] for place in held]):
-                together = [held[place] for place in places]
-                decoded = DecodedParams([listed[place] for place in together], scratch[device])
+            for places in decoded_together([params[index] for index in cut]):
+                together = [cut[place] for place in places]
+                decoded = DecodedParams([params[index] for index in together], scratch[device])
                 prepared.append(_prepared(params, together, state, decoded))
     return prepared
 
 
 def _prepared(
-    params: Sequence[tuple[int, MainParam]],
-    places: list[int],
+    params: Sequence[MainParam],
+    indices: list[int],
     state: Mapping[str, Sequence[Tensor]],
     decoded: DecodedParams | None = None,
 ) -> Prepared:
-    """Return the operands of the ``params`` at ``places``: all are held as remainders, or none is."""
-    indices, chosen = [params[place][0] for place in places], [params[place][1] for place in places]
+    """Return the operands of the ``params`` at ``indices``: all are held as remainders, or none is."""
+    chosen = [params[index] for index in indices]
     mains = decoded.mains if decoded is not None else [to_local(param.main) for param in chosen]
     # As for fp32 model params: a decoded main param is rounded when it is encoded.
     is_rounded = [param.is_copy and decoded is None for param in chosen]
     models = [param.rounded if own else main for param, main, own in zip(chosen, mains, is_rounded, strict=True)]
     listed: Any = TensorList  # parts of it need not be read again
+    # By to_local() they are other tensors than those that programs see, and may point elsewhere.
+    columns = {name: listed([to_local(column[index]) for index in indices]) for name, column in state.items()}
     operands = Operands(
         model=listed(models),
         main=listed(mains),
-        state={
-            name: listed([to_local(column[place]) for place in places])
-            for name, column in state.items()
-            if name != "step"
-        },
+        step=columns.pop("step", []),
+        state=columns,
         start=[start_of(param) for param in chosen] if any(map(is_scale, state)) else [],
-        step=listed([state["step"][place] for place in places]) if "step" in state else [],
     )
     if decoded is None and chosen[0].remainder is not None:
         operands.remainder = [to_local(param.memory) for param in chosen]

@@ -28,7 +28,7 @@ from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import PendingUpdate
 from megascale.step.update_selection import select_update
 from megascale.utils.autograd import without_grad
-from megascale.utils.dtensors import held, to_local
+from megascale.utils.dtensors import held
 from megascale.utils.nests import tensors_in
 from megascale.utils.portable import NO_OPTIONS, portable
 
@@ -147,12 +147,17 @@ class StepMember:
         )
 
     def sync_to_pack(self, *, to_load: bool) -> None:
-        """As :meth:`sync_from_model`. Raises an error that the step before has left, unless ``to_load``."""
+        """As :meth:`sync_from_model`; take in what was put into the state, unless that is about to be replaced.
+
+        Raises an error that the step before has left, unless ``to_load``.
+        """
         if not to_load:
             self.main_params.require_no_early_write()
         self.sync_from_model()
         if not to_load:
             self.update.raise_failure()
+            if not self.main_params.residence.is_away:
+                self.update.take_in_state()
 
     def end_rounding(self) -> None:
         """End what has rounded main params outside of a step: record the writes, and gather shards as a step does."""
@@ -176,6 +181,7 @@ class StepMember:
         if isinstance(self.grad_sync, GradSync):
             self.grad_sync.require_idle()
         self.main_params.wait()
+        self.update.take_in_state()
         at_home = {id(param.model) for param in self.main_params if param.on_host is not None}  # in host memory already
         mains = (param.memory for param in self.main_params if param.is_copy and param.on_host is None)
         held = (state for param, state in states_of(self.optimizer).items() if id(param) not in at_home)
@@ -207,6 +213,7 @@ class StepMember:
             self.main_params.residence.require_here("step()")
             self.main_params.require_no_early_write()
             self.sync_from_model()
+            self.update.take_in_state()
         except Exception as error:  # whatever it is: other ranks wait
             found = error
         found = self.grads.finish(self.main_params) or found
@@ -275,15 +282,10 @@ class StepMember:
         self.captured.clear()
 
     def memory_layout(self) -> list[object]:
-        """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""
+        """Return a list that differs once parameters have moved, or state was replaced. Takes over writes to both."""
         self.sync_from_model()
         self.main_params.residence.require_here("a graph's replay")
-        # Views of all tensors, as to_local() makes them, took longer than the GPU's step.
-        state, nothing = self.optimizer.state, dict[str, object]()
-        values = chain.from_iterable(state.get(param.model, nothing).values() for param in self.main_params)
-        tensors = (value for value in values if isinstance(value, Tensor))
-        places = (one.data_ptr() if type(one) is Tensor else to_local(one).data_ptr() for one in tensors)
-        return [*self.main_params.units(), *places]
+        return [*self.main_params.units(), self.update.take_in_state()]
 
     def why_not_capturable(self) -> str | None:
         """Return why a step cannot be part of a device's graph; None where it can."""

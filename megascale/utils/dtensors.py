@@ -4,7 +4,7 @@ While it is not imported, no DTensor exists.
 """
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -73,14 +73,18 @@ def first_row(tensor: "DTensor") -> int:
 
 def dtensor_like(part: Tensor, like: Tensor) -> Tensor:
     """Return ``part`` as a DTensor with the placements of ``like`` if that is one, else ``part`` itself."""
-    if not is_dtensor(like):
-        return part
-    if part.device.type != like.device_mesh.device_type:  # in host memory, from where from_local() would move it
-        made = torch.empty_like(like, dtype=part.dtype, device=part.device, requires_grad=False)
-        held(made).data = part
-        return made
+    return placed_like(part, like, like.shape, like.stride()) if is_dtensor(like) else part
+
+
+def placed_like(part: Tensor, like: "DTensor", shape: torch.Size, stride: tuple[int, ...]) -> "DTensor":
+    """Return a DTensor that holds ``part`` itself, with the placements of ``like``. ``shape, stride``: of the whole."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.size(), stride=like.stride()
-    )
+    # In place of ``part``: from_local() moves what is in host memory, takes a view, whose base would keep memory that
+    # offload() frees, and takes over the offset in the storage, with which torch cannot deep-copy a DTensor.
+    other = part.new_empty(()).expand(part.shape)
+    mesh, placements = like.device_mesh, like.placements
+    made: Any = DTensor.from_local(other, mesh, placements, run_check=False, shape=shape, stride=stride)
+    placed: DTensor = made.to(part.device)
+    placed._local_tensor = part
+    return placed

@@ -45,7 +45,7 @@ LOAD_BREAKS: dict[str, tuple[Break, str]] = {
     ),
 }
 DIFFERENT: dict[str, tuple[Break, str]] = {
-    "lacks_state": (lambda part, _: _first_state(part).pop("exp_avg"), "the state of parameter 0 is ["),
+    "lacks_state": (lambda part, _: _first_state(part).pop("exp_avg"), "state of 'weight' has ['exp_avg_sq', 'step']"),
     "order": (lambda part, _: _first_group(part)["params"].reverse(), "of 'weight' on rank 0 and ["),
 }
 

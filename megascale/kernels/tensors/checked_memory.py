@@ -2,8 +2,8 @@
 
 native.c and Triton's kernels get addresses. In each step they assume of all tensors in their tables:
 
-1. Its address is current. Tables are kept from step to step: :class:`MemoryRecord` tells whether a tensor has moved. If
-   one has, the table is made anew.
+1. Its address is current. Tables are kept from step to step, and made anew where a tensor, or the storage of main
+   params or state, has moved.
 2. Its storage holds all its elements. It was not freed (``untyped_storage().resize_(0)``), or cut short.
 3. Number of elements, dtype and device are those of the table, and all tensors of a row have the same number of
    elements on the same device. Gradients and state have the parameter's shape, a step count is 0-d and fp32.
@@ -14,16 +14,15 @@ native.c and Triton's kernels get addresses. In each step they assume of all ten
    ``torch.inference_mode()``, whose tensors torch lets nobody write.
 7. It is strided and a plain tensor: not sparse, quantized or meta, and no wrapper subclass without memory of its own.
 8. Its dtype is one of those that the backend has a code for. Plain tensor code handles others, or they are refused.
-9. Of optimizer state, no byte is also one of other state, of a parameter or of a gradient. This is checked where tables
-   are made anew.
 
-These check, in every step, before the ranks agree on it: :meth:`megascale.main_params.base.MainParams.sync_from_model`
-model params, :class:`megascale.step.local_grads.ReadyGrads` gradients and main grads,
-:mod:`megascale.step.kernel_state` main params, optimizer state and step counts. Of a torch optimizer in a loop of amp
-:mod:`megascale.amp.local_grads` checks parameters and gradients, and :mod:`megascale.amp.fused_adam` state.
+Main params and optimizer state are made so, in memory of our own: :mod:`megascale.main_params.segments`. These check
+the others, in every step, before the ranks agree on it: :meth:`megascale.main_params.base.MainParams.sync_from_model`
+model params, :class:`megascale.step.local_grads.ReadyGrads` gradients and main grads. Of a torch optimizer in a loop of
+amp :mod:`megascale.amp.local_grads` checks parameters and gradients, and :mod:`megascale.amp.fused_adam` state.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,88 +82,44 @@ def tensor_fault(tensor: Tensor) -> str | None:
     return None
 
 
-def overlapping(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the indices of tensors whose memory, from first to last element, meets that of another of them."""
-    chosen = [index for index, tensor in enumerate(tensors) if tensor.numel()]
-    starts = np.array([tensors[index].data_ptr() for index in chosen], dtype=np.int64)
-    ends = starts + np.array([_extent(tensors[index]) for index in chosen], dtype=np.int64)
-    order = np.argsort(starts, kind="stable")
-    reached = np.maximum.accumulate(ends[order])
-    if not (starts[order][1:] < reached[:-1]).any():
-        return []
-    found: set[int] = set()
-    furthest = int(order[0])  # whose end lies furthest of those before
-    for at in map(int, order[1:]):
-        if starts[at] < ends[furthest]:
-            found |= {chosen[at], chosen[furthest]}
-        if ends[at] > ends[furthest]:
-            furthest = at
-    return sorted(found)
-
-
-def sharing(tensors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> list[int]:
+def sharing(tensors: Sequence[Tensor]) -> list[int]:
     """Return the indices of two tensors that share a byte, none if no two do.
 
-    Unlike :func:`overlapping` it tells interleaved views, as the columns of a matrix, from those that share elements.
-    ``others`` may share memory with one another; their indices go on where those of ``tensors`` end. If several
-    pairs overlap, it is the smallest one by (second index, first index).
+    Views that interleave, as the columns of a matrix, share none. If several pairs share, it is the smallest one by
+    (second index, first index). The tensors have memory: see :func:`memory_fault`.
     """
-    every = [*tensors, *others]
-    met = sorted(overlapping(every), key=lambda index: every[index].data_ptr(), reverse=True)
-    found = []
-    while met:
-        # Those that are connected: each begins before the end of one before it.
-        cluster = [met.pop()]
-        first = every[cluster[0]].data_ptr()
-        end = first + _extent(every[cluster[0]])
-        while met and every[met[-1]].data_ptr() < end:
-            cluster.append(met.pop())
-            end = max(end, every[cluster[-1]].data_ptr() + _extent(every[cluster[-1]]))
-        pair = _pair_of(sorted(cluster), every, len(tensors), first, end)
-        if pair:
-            found.append(pair)
-    return min(found, key=lambda pair: pair[1], default=[])
+    # In the order of their addresses, so that one is compared only with those that reach beyond its first element.
+    order = sorted(
+        (index for index, tensor in enumerate(tensors) if tensor.numel()), key=lambda at: tensors[at].data_ptr()
+    )
+    found: list[list[int]] = []
+    reaching: list[tuple[int, int]] = []
+    for index in order:
+        begin = tensors[index].data_ptr()
+        reaching = [(other, end) for other, end in reaching if end > begin]
+        for other, _ in reaching:
+            if np.shares_memory(_bytes_of(tensors[other]), _bytes_of(tensors[index])):
+                found.append(sorted((other, index)))
+        reaching.append((index, begin + _extent(tensors[index])))
+    return min(found, key=lambda pair: pair[::-1], default=[])
 
 
-def _pair_of(cluster: Sequence[int], every: Sequence[Tensor], apart: int, first: int, end: int) -> list[int]:
-    """Return which two of ``cluster`` share a byte, of which the first has an index below ``apart``.
+class _Bytes:
+    """What numpy needs to know of an array; it reads no element."""
 
-    Their memory lies between the addresses ``first`` and ``end``.
-    """
-    if cluster[0] >= apart:
-        return []
-    is_taken = np.zeros(end - first, dtype=np.bool_)
-    for at, index in enumerate(cluster):
-        own = _bytes_of(every[index], is_taken, first)
-        if own.any():
-            return [_met_by(cluster[:at], index, every, is_taken, first), index]
-        if index < apart:
-            own[...] = True
-    return []
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        strides = tuple(stride * size for stride in tensor.stride())
+        place = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides}
+        self.__array_interface__ = {"version": 3, "typestr": f"|V{size}", **place}
 
 
-def _met_by(
-    earlier: Sequence[int], index: int, tensors: Sequence[Tensor], is_taken: NDArray[np.bool_], first: int
-) -> int:
-    """Return which of ``earlier`` shares a byte with the tensor at ``index``: one of them does."""
-    for other in earlier:
-        is_taken[...] = False
-        _bytes_of(tensors[other], is_taken, first)[...] = True
-        if _bytes_of(tensors[index], is_taken, first).any():
-            break
-    return other
-
-
-def _bytes_of(tensor: Tensor, is_taken: NDArray[np.bool_], first: int) -> NDArray[np.bool_]:
-    """Return the view of ``is_taken``, one element for each byte from address ``first``, that a tensor's bytes are."""
-    size = tensor.element_size()
-    steps = (*(stride * size for stride in tensor.stride()), 1)
-    return np.lib.stride_tricks.as_strided(is_taken[tensor.data_ptr() - first :], (*tensor.shape, size), steps)
+def _bytes_of(tensor: Tensor) -> NDArray[Any]:
+    """Return an array of the same bytes, which nobody may read: it may be on a device."""
+    return np.asarray(_Bytes(tensor))
 
 
 def _extent(tensor: Tensor) -> int:
     """Return the bytes from a tensor's first element to its last. It is not empty."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (steps + 1) * tensor.element_size()

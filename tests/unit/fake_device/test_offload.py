@@ -1,6 +1,7 @@
 """offload() and reload() on a device that is not there: what stays on it, and who waits."""
 
 import gc
+import re
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def test_who_waits(on_device: OnDevice) -> None:
 
 
 def _move(optimizer: MixedPrecisionOptimizer, where: str) -> None:
-    """Move the state as loops for verl and SkyRL do, tensor by tensor."""
+    """Move the state as loops for SkyRL and Lightning do, tensor by tensor."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             entries = optimizer.state[param]
@@ -88,46 +89,38 @@ def _move(optimizer: MixedPrecisionOptimizer, where: str) -> None:
                     entries[name] = value.to(where, non_blocking=True)
 
 
-def _moved_by_a_loop(device: FakeDevice, options: dict[str, Any]) -> tuple[list[int], str, list[bool]]:
-    """Return the device's bytes before, with the state on the host, and after; a step's error; whether bits agree."""
+def _moved_by_a_loop(device: FakeDevice, options: dict[str, Any]) -> tuple[str, list[bool]]:
+    """Return the error of a step while the state is on the host, and whether bits agree at last."""
     runs = []
     for moves in (True, False):
         params = parameters(COUNT, numel=NUMEL)
         optimizer = wrap(INNER["adamw"](params), **options)
-        found, error = [], ""
+        error = ""
         for step in range(3):
             give_grads(params)
             optimizer.step()
             optimizer.zero_grad()
             if step == 1 and moves:
-                found.append(_device_bytes())
                 _move(optimizer, "cpu")
-                found.append(_device_bytes())
                 give_grads(params)
                 with pytest.raises(UsageError) as caught:
                     optimizer.step()
                 error = str(caught.value)
-                del caught  # its frames hold gradients
                 optimizer.zero_grad()
                 _move(optimizer, "cuda")
-                found.append(_device_bytes())
         state = optimizer.state_dict()
         tensors = [value for entries in state["optimizer"]["state"].values() for value in entries.values()]
-        runs.append((found, error, [value.cpu() for value in (*state["main_params"].values(), *tensors)]))
-    (found, error, moved), (_, _, stayed) = runs
-    return found, error, [bits_equal(one, other) for one, other in zip(moved, stayed, strict=True)]
+        runs.append((error, [value.cpu() for value in (*state["main_params"].values(), *tensors)]))
+    (error, moved), (_, stayed) = runs
+    return error, [bits_equal(one, other) for one, other in zip(moved, stayed, strict=True)]
 
 
 @pytest.mark.default("fp32")
-@pytest.mark.parametrize(("options", "state"), [({}, 12), (CODES, 4 + 2)], ids=["fp32", "codes"])
-def test_a_loop_that_moves_the_state_by_itself(on_device: OnDevice, options: dict[str, Any], state: int) -> None:
-    """Main params go with the moments, a step meanwhile is an error, and once they are back no bit has changed."""
-    (before, away, back), error, same = on_device(_moved_by_a_loop, options)
-    assert before - away >= state * COUNT * NUMEL
-    assert back == pytest.approx(before, abs=16384)
-    assert error.startswith(
-        "step() needs the main param of '0' on cuda:0; a loop over optimizer.state has moved it to cpu"
-    )
+@pytest.mark.parametrize("options", [{}, CODES], ids=["fp32", "codes"])
+def test_a_loop_that_moves_the_state_by_itself(on_device: OnDevice, options: dict[str, Any]) -> None:
+    """A step meanwhile is an error that names offload(), and once the state is back no bit has changed."""
+    error, same = on_device(_moved_by_a_loop, options)
+    assert re.search(r"state\['0'\]\['\w+'\] is .* on cpu, .* on cuda:0; .* let optimizer.offload\(\)", error)
     assert all(same)
 
 

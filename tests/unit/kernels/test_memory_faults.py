@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from megascale.kernels import TensorList
-from megascale.kernels.tensors.checked_memory import MemoryRecord, memory_fault, overlapping, tensor_fault
+from megascale.kernels.tensors.checked_memory import MemoryRecord, memory_fault, tensor_fault
 
 
 def _resized(tensor: Tensor, nbytes: int) -> Tensor:
@@ -99,14 +99,3 @@ def test_strides_of_one_element_tell_nothing() -> None:
     for tensor in (torch.zeros(2, 3).t(), torch.zeros(3).as_strided((1, 3), (0, 1)), torch.zeros(())):
         assert tensor_fault(tensor) is None
         assert TensorList([tensor]).are_plain()
-
-
-def test_tensors_that_only_touch_do_not_overlap() -> None:
-    """With gaps or without: the end of the last element counts."""
-    memory = torch.zeros(20)
-    assert overlapping([memory[:5:4], memory[5:10:2], memory[8:10]]) == [1, 2]
-    assert overlapping([memory[:5:4], memory[5:8:2], memory[8:10]]) == []
-    assert overlapping([memory[:8].view(2, 4)[:, :3], memory[6:9]]) == [0, 1]
-    assert overlapping([memory[:8].view(2, 4)[:, :3], memory[7:9]]) == []
-    assert overlapping([memory[9:], memory[:10], memory[10:12]]) == [0, 1, 2]
-    assert overlapping([]) == []

@@ -103,7 +103,7 @@ def _replace_all(optimizer: MixedPrecisionOptimizer) -> None:
 @pytest.mark.parametrize("stored", [{}, {"store_param_remainders": True}, {"exp_avg_dtype": torch.int8}])
 @pytest.mark.parametrize("move", [_replace_each, _replace_whole, _replace_all])
 def test_a_loop_that_moves_the_state(move: Callable[[MixedPrecisionOptimizer], None], stored: dict[str, Any]) -> None:
-    """As verl's and Lightning's do: other memory, the same values; main params go along, no bit of a run changes."""
+    """As Lightning's does: other memory, the same values. They are taken in; main params stay, no bit changes."""
     module, optimizer = _trained(**stored)
     twin_module, twin = _trained(**stored)
     held = dict(optimizer.main_params())
@@ -115,25 +115,21 @@ def test_a_loop_that_moves_the_state(move: Callable[[MixedPrecisionOptimizer], N
         next(iter(entries)) in OWN and not set(entries) & set(ADDED) for entries in optimizer.optimizer.state.values()
     )
     if "store_param_remainders" not in stored:
-        assert all(main is held[name] and main.data_ptr() != places[name] for name, main in optimizer.main_params())
+        assert all(main is held[name] and main.data_ptr() == places[name] for name, main in optimizer.main_params())
     for step in (5, 6):
         _step(module, optimizer, step)
         _step(twin_module, twin, step)
+    assert optimizer.optimizer.state[module.first.weight]["exp_avg"].data_ptr() == inner
     assert same_bits(snapshot(optimizer, module), snapshot(twin, twin_module))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (
-            "main_param",
-            torch.zeros(2),
-            r"main param of 'first.weight' is \(6, 4\) torch.float32 on cpu and was assigned",
-        ),
-        ("main_param", torch.zeros(6, 4).half(), "was assigned .* torch.float16"),
-        ("main_param", torch.zeros(4).expand(6, 4), "was assigned"),
-        ("main_param", torch.zeros(6, 4, device="meta"), "on meta"),
-        ("main_param", None, "was assigned None of type NoneType"),
+        ("main_param", torch.zeros(2), "of 'first.weight' was assigned another 'main_param'"),
+        ("main_param", torch.zeros(6, 4), "another 'main_param'"),
+        ("main_param", torch.zeros(6, 4, device="meta"), "another 'main_param'"),
+        ("main_param", None, "another 'main_param'"),
         ("grad_scaler_scale", torch.tensor(3.0), "of 'first.weight' was assigned another 'grad_scaler_scale'"),
         ("grad_scaler_scale", None, "another 'grad_scaler_scale'"),
         ("num_states", torch.tensor(2), "another 'num_states'"),

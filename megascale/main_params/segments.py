@@ -1,0 +1,62 @@
+"""Segments: flat memory in which main params, and state that our rules update, have their places. It never moves.
+
+A segment holds tensors of one purpose and dtype, side by side in the order in which they are updated: an update of many
+small tensors in memory of their own spends half of its time on TLB misses. Each tensor begins at a multiple of 32
+elements, so that no vector and no group of codes reaches into two of them.
+
+A segment has at most 256 MiB, so that no large block is needed to load, move or pin it; a larger tensor has one of its
+own. It is freed with the last of its tensors.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megascale.utils.host_memory import fixed
+
+LARGEST = 1 << 28
+"""Bytes of a segment, at most, if it holds more than one tensor."""
+ALIGNMENT = 32
+"""Elements: each tensor begins at a multiple of it."""
+
+
+class Form(NamedTuple):
+    """What a tensor in a segment is to be like."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def like(cls, tensor: Tensor, dtype: torch.dtype) -> "Form":
+        """Return the form of a tensor, in ``dtype`` and without gaps between its elements."""
+        dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+        return cls(tensor.shape, dense.stride(), dtype, tensor.device)
+
+
+@torch.inference_mode(mode=False)  # of tensors that are made there nobody may write any, ever
+@torch.no_grad()
+def in_segments(forms: Sequence[Form], alignment: int = ALIGNMENT) -> list[Tensor]:
+    """Return zeros of these forms, in new segments. ``alignment``: 1 for numbers, as step counts are."""
+    runs: defaultdict[tuple[torch.dtype, torch.device], list[list[int]]] = defaultdict(list)
+    begins, ends = [0] * len(forms), [0] * len(forms)
+    for index, form in enumerate(forms):
+        segments, numel = runs[form.dtype, form.device], form.shape.numel()
+        begin = -(-ends[segments[-1][-1]] // alignment) * alignment if segments else 0
+        if not segments or (begin + numel) * form.dtype.itemsize > LARGEST:
+            segments.append([])
+            begin = 0
+        segments[-1].append(index)
+        begins[index], ends[index] = begin, begin + numel
+    tensors: dict[int, Tensor] = {}
+    for (dtype, device), segments in runs.items():
+        for segment in segments:
+            memory = fixed(torch.zeros(ends[segment[-1]], dtype=dtype, device=device))
+            for index in segment:
+                # .data: no view to autograd, whose base would keep memory that offload() frees.
+                tensors[index] = memory.as_strided(forms[index].shape, forms[index].strides, begins[index]).data
+    return [tensors[index] for index in range(len(forms))]
