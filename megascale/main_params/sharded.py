@@ -118,31 +118,19 @@ class ShardedMainParams(MainParams):
             own = {name: param for name, param in params.items() if is_expert(param) == experts}
             if error is None and group_size(holders) > 1:
                 try:
-                    mine = self._construction(own, in_forward, group_of, experts=experts)
+                    built = self._grad_sync.construction(experts=experts)
+                    facts = {
+                        **built.facts,
+                        "overlap_param_gather": self._gather.overlap,
+                        "broadcast_params": self._broadcast,
+                        **param_forms("modules", [(name, own[name]) for name in in_forward if name in own], group_of),
+                        **param_forms("the optimizer", own.items(), group_of),
+                    }
+                    readable = {name: param for name, param in own.items() if not (self._broadcast or param.is_meta)}
+                    mine = Construction(facts, built.groups, digests(readable))
                 except Exception as caught:  # whatever it is: other ranks wait
                     error = caught
             require_same_values(exchange(mine, error, holders))
-
-    def _construction(
-        self,
-        params: Mapping[str, nn.Parameter],
-        in_forward: Sequence[str],
-        group_of: Mapping[str, int],
-        *,
-        experts: bool,
-    ) -> Construction:
-        """Return what must be alike on the ranks that hold ``params``, all of experts or of none."""
-        built = self._grad_sync.construction(experts=experts)
-        ordered = [(name, params[name]) for name in in_forward if name in params]
-        facts = {
-            **built.facts,
-            "overlap_param_gather": self._gather.overlap,
-            "broadcast_params": self._broadcast,
-            **param_forms("modules", ordered, group_of),
-            **param_forms("the optimizer", params.items(), group_of),
-        }
-        readable = {name: param for name, param in params.items() if not (self._broadcast or param.is_meta)}
-        return Construction(facts, built.groups, digests(readable))
 
     @override
     def agree(self, error: Exception | None) -> None:

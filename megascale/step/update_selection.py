@@ -15,18 +15,15 @@ from megascale.utils import call_site
 from megascale.utils.dtensors import is_cut
 from megascale.utils.wording import either
 
-CLOSURE_OPTIMIZERS = (torch.optim.LBFGS,)
-SPARSE_OPTIMIZERS = (torch.optim.SparseAdam,)
-
 
 def check_inner(optimizer: torch.optim.Optimizer) -> None:
     """Raise ArgumentError for an optimizer that cannot be wrapped, with the reason."""
-    if isinstance(optimizer, CLOSURE_OPTIMIZERS):
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError(
             f"optimizer {type(optimizer).__name__} needs a closure, which loss scaling cannot serve; use Adam, "
             "AdamW, SGD"
         )
-    if isinstance(optimizer, SPARSE_OPTIMIZERS):
+    if isinstance(optimizer, torch.optim.SparseAdam):
         raise ArgumentError(
             f"optimizer {type(optimizer).__name__} works on sparse gradients only; use Adam and a dense embedding"
         )
