@@ -100,10 +100,7 @@ class ReadyGrads:
         self._units: Sequence[UpdateUnit] = ()
         self._measured: _Measured | None = None
         self._kept: WeakKeyDictionary[UpdateUnit, _MainGrads] = WeakKeyDictionary()
-        self._joined: tuple[list[TensorList], TensorList] = (
-            [],
-            TensorList(),
-        )  # of main grads: the lists, and the joined one
+        self._joined = list[TensorList](), TensorList()  # of main grads: those of each unit, and all
 
     def validate_param(self, param: MainParam) -> None:
         """Raise ArgumentError for a parameter whose gradient goes elsewhere or that ``grad_stats`` cannot agree on."""
@@ -208,13 +205,13 @@ class ReadyGrads:
         return kept.grads
 
     def _listed(self, unit: UpdateUnit, grads: list[Tensor | None]) -> TensorList:
-        """Return the local gradients of a unit, in which the tensor that a gradient would be like stands in for it."""
-        pairs = zip(unit.params, grads, strict=True)
-        return TensorList(grads, filled=[self._like(param) if grad is None else grad for param, grad in pairs])
-
-    def _like(self, param: MainParam) -> Tensor:
-        main_grad = None if self._grad_sync is None else self._grad_sync.local_grad(param.model)
-        return param.part.detach() if main_grad is None else main_grad
+        """Return the local gradients of a unit. A missing one has the form of its main grad, or else of its weight."""
+        filled: list[Tensor] = []
+        for param, grad in zip(unit.params, grads, strict=True):
+            if grad is None and self._grad_sync is not None:
+                grad = self._grad_sync.local_grad(param.model)
+            filled.append(param.part.detach() if grad is None else grad)
+        return TensorList(grads, filled=filled)
 
     def _is_in_place(self, param: MainParam, grad: Tensor) -> bool:
         """Whether a main grad still lies in its bucket, as it was created."""

@@ -31,6 +31,7 @@ class TensorList(Sequence[Any]):
 
     Attributes:
         missing: indices of missing tensors.
+        parts: the lists that this one joins, in order.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class TensorList(Sequence[Any]):
     ) -> None:
         self.tensors: list[Any] = tensors if isinstance(tensors, list) else list(tensors)
         self.missing = [index for index, tensor in enumerate(self.tensors) if tensor is None]
-        self._parts: Sequence[TensorList] = ()
+        self.parts: Sequence[TensorList] = ()
         if filled is not None:
             self.filled = filled
         if forms is not None:
@@ -67,7 +68,7 @@ class TensorList(Sequence[Any]):
         if parts:
             whole.forms = Forms.joined([part.forms for part in parts])
             whole.pointers = np.concatenate([part.pointers for part in parts])
-            whole._parts = parts
+            whole.parts = parts
         return whole
 
     def pick(self, indices: Sequence[int]) -> "TensorList":
@@ -76,11 +77,6 @@ class TensorList(Sequence[Any]):
         contiguous = self.forms.contiguous or all(map(Tensor.is_contiguous, filled))
         forms = self.forms.pick(indices, contiguous=contiguous)
         return TensorList(picked(self.tensors, indices), forms, self.pointers[list(indices)], filled)
-
-    @property
-    def parts(self) -> "Sequence[TensorList]":
-        """The lists that this one joins, in order; itself if it is not joined."""
-        return self._parts or (self,)
 
     @property
     def are_there(self) -> bool:
@@ -142,13 +138,6 @@ class TensorList(Sequence[Any]):
     def signature(self) -> Hashable:
         """A key of the tensors' addresses and forms."""
         return self.places, self.forms.key
-
-    def are_plain(self) -> bool:
-        """Return whether kernels can read all: see :func:`megascale.kernels.tensor_fault`."""
-        try:
-            return self.forms.are_plain and self.forms.are_within(Places.of(self.filled))
-        except UNREADABLE:
-            return False
 
 
 class ListReader:

@@ -42,7 +42,7 @@ class GradAddresses:
             refuse_capture(device, capturing)
             found = copied(grads.addresses, device)
             self._keep(key, found)
-            if len(grads.parts) > 1:  # the parts are updated one after the other
+            if grads.parts:  # they are updated one after the other
                 pieces = found.split([len(part) for part in grads.parts])
                 for part, piece in zip(grads.parts, pieces, strict=True):
                     self._keep((device, part.places), piece)
