@@ -429,7 +429,7 @@ def test_a_copy_of_an_entry_is_no_larger_than_the_entry(copied: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, COMPACT, {"exp_avg_dtype": torch.bfloat16}])
 def test_state_lies_side_by_side(options: dict[str, Any]) -> None:
-    """One storage for each name, at multiples of 32 elements, also after a load; counts are one vector."""
+    """Invariant 9: one storage for each name, at multiples of 32 elements, also after a load; counts are one vector."""
     training = _Training(torch.bfloat16, "mixed", **options)
     training.optimizer.load_state_dict(training.optimizer.state_dict())
     for name in training.entry(0):
