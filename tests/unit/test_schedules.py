@@ -358,14 +358,3 @@ def test_torch_optimizer_with_a_grad_scaler(options: dict[str, Any]) -> None:
     assert isinstance(rate, Tensor) == ("fused" in options)
     with pytest.raises(UsageError, match="pass success"):
         schedule.step()
-
-
-def test_bits_of_state_survive_weights_only_loading(tmp_path: Any) -> None:
-    """A saved state holds numbers and lists, which torch.load reads without unpickling objects."""
-    optimizer = _wrapped(_inner(_bag()))
-    schedule = LandedLRScheduler(SCHEDULES["sequential"](optimizer))
-    schedule.step(_step(optimizer, False))
-    torch.save([schedule.state_dict(), optimizer.state_dict()], tmp_path / "state.pt")
-    [state, of_optimizer] = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert state == schedule.state_dict()
-    assert of_optimizer["optimizer"]["param_groups"][0]["lr"] == optimizer.param_groups[0]["lr"].item()

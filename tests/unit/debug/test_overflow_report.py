@@ -20,7 +20,6 @@ from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.step.losses import MOST_LOSSES, Losses, NonFiniteLoss, non_finite_losses
 from megascale.step.overflow_report import OverflowEntry, OverflowReport, in_order, merged
 from megascale.step.overflows import OverflowRecorder
-from megascale.utils.collectives import all_gather_object
 from tests.counting import OperatorCounter
 from tests.overflow_cases import AmpLoop, Planted, report_of, rows_of, step
 
@@ -64,25 +63,6 @@ def test_the_last_overflow_is_named() -> None:
     assert 0 < (report.entries[0].largest_finite or 0) < 2.0**4
     assert "middle.weight <- likely origin" in str(report)
     assert report.before_reduction
-
-
-def test_ranks_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where all ranks' reports are asked for, and once for a skipped step."""
-    calls: list[object] = []
-
-    def counted(own: Any, group: Any) -> list[Any]:
-        calls.append(own)
-        return all_gather_object(own, group)
-
-    monkeypatch.setattr("megascale.step.overflows.all_gather_object", counted)
-    model, optimizer = _wrapped()
-    _overflow(model, optimizer)
-    assert optimizer.last_overflow() is not None
-    assert not calls
-    first = optimizer.last_overflow(gather=True)
-    assert optimizer.last_overflow(gather=True) is first
-    assert optimizer.last_overflow() is first
-    assert len(calls) == 1
 
 
 def test_origin_is_the_latest_parameter_of_the_first_micro_batch() -> None:

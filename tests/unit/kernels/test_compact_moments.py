@@ -18,8 +18,6 @@ from megascale.kernels.compact_moments import (
     dither,
     encode_quotient,
     encode_root,
-    exact_root,
-    held_bytes,
 )
 
 ROOTS = st.one_of(
@@ -206,11 +204,3 @@ def test_codes_that_were_set_to_zero_stand_for_zeros() -> None:
         assert torch.equal(after[:32], before[:32])
         assert torch.equal(after[64:300], before[64:300])
         assert (after[300:] > 0).all()  # beside codes that are not 0, the lowest is the floor
-
-
-def test_held_bytes_and_roots() -> None:
-    """2.25 bytes for both moments. Roots are the correctly rounded ones."""
-    assert held_bytes(torch.int8) + held_bytes(torch.uint8) == 2.25
-    assert held_bytes(torch.float32) == 4
-    values = torch.rand(10_000, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(exact_root(values), torch.from_numpy(np.sqrt(values.numpy())))

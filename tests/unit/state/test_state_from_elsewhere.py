@@ -17,7 +17,7 @@ from megascale import (
 )
 from megascale.checkpoint import Checkpointer
 from megascale.errors import StateDictError
-from tests.training import Sign, bits_equal, constant, model, same_bits, snapshot
+from tests.training import Sign, bits_equal, constant, model
 
 Params = Sequence[nn.Parameter]
 OWN: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
@@ -158,31 +158,6 @@ def test_torchs_state_dict_loads(kind: str, counts: str) -> None:
     _train(plain, theirs, range(3, 7))
     _train(ours, wrapped, range(3, 7))
     assert _close(ours, plain)
-
-
-@pytest.mark.parametrize(("given", "read"), [(torch.int64, torch.float32), (torch.float64, torch.float64)])
-def test_loaded_integer_counts_become_fp32(given: torch.dtype, read: torch.dtype) -> None:
-    """Torch's fused loops cannot add to integers; counts in floating point are kept."""
-    params = _params(torch.float32)
-    wrapped = MixedPrecisionOptimizer(OWN["rmsprop"](params))
-    _train(params, wrapped, range(2))
-    state = wrapped.state_dict()
-    state["optimizer"]["state"]["1"]["step"] = torch.tensor(2, dtype=given)
-    wrapped.load_state_dict(state)
-    assert bits_equal(wrapped.state[params[1]]["step"], torch.tensor(2.0, dtype=read))
-
-
-def test_a_step_that_is_no_number_is_named() -> None:
-    """Found before anything has changed, not in the next ``step()``."""
-    params = _params(torch.float32)
-    wrapped = MixedPrecisionOptimizer(OWN["rmsprop"](params))
-    _train(params, wrapped, range(2))
-    before = snapshot(wrapped, nn.Module())
-    given = wrapped.state_dict()
-    given["optimizer"]["state"]["1"]["step"] = "two"
-    with pytest.raises(StateDictError, match="optimizer state of '1' has a step that is not one number: 'two'"):
-        wrapped.load_state_dict(given)
-    assert same_bits(snapshot(wrapped, nn.Module()), before)
 
 
 def test_state_in_lists_is_copied_and_loaded() -> None:
