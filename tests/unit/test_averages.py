@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
-from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import MixedPrecisionOptimizer
 from megascale.averages import AveragedMainParams
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
 from megascale.landed import running_averages
@@ -315,26 +315,6 @@ def test_updates_now_and_then() -> None:
     averages.update_parameters(success=True)
     averages.update_parameters(success=False)
     assert [*counts, averages.n_averaged.item()] == [1, 1, 2, 3]
-
-
-def test_chained_optimizer() -> None:
-    """The main params of all chained optimizers are averaged, under the model's names."""
-    module = _normed()
-    scaler = DynamicGradScaler(16.0, 1.0, 2.0, 0.5, 4, 1)
-    config = OptimizerConfig(fp16=True)
-    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-    halves = [named[::2], named[1::2]]
-    parts = [
-        MixedPrecisionOptimizer(torch.optim.AdamW(half, lr=0.1), config, scaler, grads_are_scaled=True)
-        for half in halves
-    ]
-    optimizer = ChainedOptimizer(parts)
-    averages = AveragedMainParams(module, optimizer)
-    for step, skip in enumerate(RUN):
-        set_grads(module, step, math.inf if skip else 1.0)
-        averages.update_parameters(success=optimizer.step().success)
-    assert [name for name, _ in averages.averages()] == [name for name, _ in named]
-    assert averages.n_averaged.item() == RUN.count(False)
 
 
 def test_torch_optimizer() -> None:

@@ -89,26 +89,6 @@ def _frozen(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
     param.requires_grad_(False).grad = None
 
 
-def _of_more_elements(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-    param.data, param.grad = torch.zeros(5, 4), torch.ones(5, 4)
-    optimizer.state[param].update(exp_avg=torch.zeros(5, 4), exp_avg_sq=torch.ones(5, 4))
-
-
-def _larger_in_the_bytes_of_before(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-    _of_more_elements(param, optimizer)
-    assert param.grad is not None
-    param.grad.untyped_storage().resize_(12 * 4)
-
-
-def _as_double(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for one in group["params"]:
-            one.grad, grad = None, one.grad
-            one.data, one.grad = one.data.double(), grad.double()
-            for name in ("exp_avg", "exp_avg_sq"):
-                optimizer.state[one][name] = optimizer.state[one][name].double()
-
-
 def _another_param(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
     params = optimizer.param_groups[0]["params"]
     place = next(index for index, one in enumerate(params) if one is param)
@@ -152,13 +132,10 @@ CHANGES: dict[str, Change] = {
     "gradient: of another shape": lambda param, optimizer: setattr(param.grad, "data", torch.ones(2, 4)),
     "gradient: freed": _set_grad(_cut(0)),
     "gradient: cut short": _set_grad(_cut(16)),
-    "gradient: larger, of the bytes of before": _larger_in_the_bytes_of_before,
     "gradient: inf": _set_grad(lambda grad: grad / 0),
     "parameter: other memory": _set_data(lambda data: data * 2),
     "parameter: transposed": _set_data(_transposed),
     "parameter: of another shape": _set_data(lambda data: torch.ones(4, 3)),
-    "parameter: of more elements": _of_more_elements,
-    "parameter: double": _as_double,
     "parameter: another one": _another_param,
     "parameter: in a new group": _another_group,
     "parameter: in another order": _shuffled,
@@ -178,7 +155,6 @@ CHANGES: dict[str, Change] = {
 
 BY_TORCH = {
     "gradient: a Parameter": 1,
-    "parameter: double": 2,
     "state: of another shape": 2,
     "state: a count of shape [1]": 2,
     "state: a count of another dtype": 2,
@@ -189,7 +165,6 @@ REFUSED = (
     "gradient: of another shape",
     "gradient: freed",
     "gradient: cut short",
-    "gradient: larger, of the bytes of before",
     "parameter: of another shape",
 )
 """Changes after which the gradient no longer fits, though the same one, or one of the same form, was fit before."""

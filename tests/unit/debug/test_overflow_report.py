@@ -134,21 +134,6 @@ def test_one_ranks_lost_loss_is_every_ranks() -> None:
     assert OverflowReport(3, 8.0, entries, losses=()).loss_was_finite is None  # its gradients are sums over ranks
 
 
-def test_the_order_of_the_model_tells_the_origin() -> None:
-    """Not that of the optimizer, unless there is no other."""
-    for is_given, origin in ((True, "head.bias"), (False, "first.weight")):
-        model = Planted().half()
-        inner = torch.optim.SGD(list(model.named_parameters())[::-1], lr=0.1)
-        optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(2.0**4, 1.0))
-        report_overflows(optimizer, model=model if is_given else None, log=False)
-        loss = optimizer.scale_loss(model(torch.ones(3, 6).half()).float().sum())
-        loss.backward(torch.tensor(math.inf))  # every gradient overflows
-        optimizer.step()
-        report = report_of(optimizer)
-        assert report.origin is not None
-        assert report.origin.parameter == origin
-
-
 def test_a_sum_of_squares_beyond_fp32_has_no_entries() -> None:
     """All elements are finite, and the step is skipped."""
     model = nn.Linear(2, 1)

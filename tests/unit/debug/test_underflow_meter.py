@@ -58,19 +58,6 @@ def test_shares_and_headroom() -> None:
     }
 
 
-def test_without_a_scaler_the_scale_is_1() -> None:
-    """Gradients of fp32 are measured as if they were fp16: every 100th step, the first among them."""
-    param = nn.Parameter(torch.ones(2))
-    optimizer = MixedPrecisionOptimizer(torch.optim.SGD([param], lr=0.0))
-    meter, steps = UnderflowMeter(optimizer), set()
-    for _ in range(102):
-        param.grad = torch.full((2,), 2.0**10)
-        optimizer.step()
-        steps.add(meter.latest.get("step"))
-    assert steps == {None, 0.0, 100.0}
-    assert (meter.latest["scale"], meter.latest["suggested_scale"]) == (1.0, 2.0**4)
-
-
 def test_only_sampled_steps_cost_operators() -> None:
     """Invariant 5: between two samples a step dispatches what it does without a meter; a sample reads nothing.
 

@@ -186,7 +186,7 @@ TREES = st.recursive(JUNK, lambda inner: st.dictionaries(KEYS, inner, max_size=4
 
 
 @given(content=st.dictionaries(KEYS, TREES, max_size=5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_content_under_known_keys_ends_in_a_named_error(content: dict[str, Any]) -> None:
     """Whatever lies under the keys that are looked up: a scaler that can be built on, or InteropError."""
     try:

@@ -235,26 +235,6 @@ def test_statistics_are_the_same_bits_for_any_threads_and_vectors(dtype: torch.d
         assert torch.equal(found.zeros, expected.zeros)
 
 
-@pytest.mark.slow
-@pytest.mark.native
-@pytest.mark.parametrize("threads", [1, 2, 7, 40])
-def test_each_chunk_is_updated_once_whoever_takes_it(threads: int) -> None:
-    """Threads that have none left take chunks of others: none is left out, none updated twice, in 10 steps of many
-    rows of one chunk and of several, also with more threads than cores, of which some begin when all is done.
-    """
-    sizes = [*range(1, 700), 400_000, 65_536, 65_537, 0, 200_000]
-    states = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    ours, theirs = (_operands(sizes, torch.float16, torch.float16, states, 0, counted=True) for _ in range(2))
-    hyper, native = AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, True, False, False), NativeBackend()
-    for step in range(10):
-        decision = Decision(*torch.tensor([float(step == 7), 1.0, 1.0, 0.0]).unbind())
-        with _threads(1):
-            native.adam_(theirs, hyper, decision)
-        with _threads(threads):
-            native.adam_(ours, hyper, decision)
-        assert _same(ours, theirs)
-
-
 @pytest.mark.default("model0-0-*")
 @pytest.mark.native
 @pytest.mark.parametrize("native", VECTORS, indirect=True)

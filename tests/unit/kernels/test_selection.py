@@ -58,6 +58,7 @@ def _without_a_cache(device: FakeDevice, folder: str) -> str:
         return str(error)
 
 
+@pytest.mark.default("/proc")
 @pytest.mark.parametrize("folder", ["/proc/nobody/.triton", "/proc", "/dev/null/.triton"])
 def test_a_cache_that_cannot_be_written_is_named(on_device: OnDevice, folder: str) -> None:
     """A home that cannot be written, as in many containers: the remedy is a folder, not a compiler. The folder may be

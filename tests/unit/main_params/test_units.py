@@ -20,27 +20,6 @@ def _step(optimizer: MixedPrecisionOptimizer) -> None:
     assert optimizer.step().success
 
 
-def test_units_are_the_same_until_params_or_memory_change() -> None:
-    """Caches go by the object: a step or a write in place makes no new one."""
-    params = [nn.Parameter(torch.ones(3).half()) for _ in range(2)]
-    optimizer = _optimizer(params)
-    main_params = optimizer.live_state().main_params
-    _step(optimizer)
-    [unit] = main_params.units()
-    with torch.no_grad():
-        params[0].fill_(2.0)
-    _step(optimizer)
-    assert main_params.units()[0] is unit
-    params[0].data = torch.ones(3).half()
-    _step(optimizer)
-    [moved] = main_params.units()
-    assert moved is not unit
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3).half())]})
-    _step(optimizer)
-    assert [len(each.params) for each in main_params.units()] == [2, 1]
-    assert main_params.units()[0] is not moved
-
-
 def test_a_replaced_parameter_is_let_go() -> None:
     """Who swaps a model's parameters, as Accelerate does under FSDP2, has their memory back two steps later."""
     optimizer = _optimizer([nn.Parameter(torch.ones(3).half())])

@@ -31,29 +31,6 @@ def test_writes_and_new_storage_are_told_by_place() -> None:
     assert watch.written() == [3]
 
 
-def test_versions_of_own_writes_are_taken_together() -> None:
-    """`take_written` takes the places it is told, and no others."""
-    params = _params()
-    watch = WriteTracker(params)
-    with torch.no_grad():
-        for param in params:
-            param.add_(1)
-    watch.take_written([1, 3])
-    assert watch.written() == [0, 2]
-
-
-def test_what_is_remembered_is_compared_with_what_is_there_now() -> None:
-    """Also after a param was taken as it is, in another shape, or remembered by another watch."""
-    params = _params()
-    watch, before = WriteTracker(params), WriteTracker(params)
-    params[0].data = torch.ones(2, 3)
-    assert watch.moved()
-    watch.take(0)
-    assert not watch.moved()
-    watch.remember(0, before, 0)
-    assert watch.moved()
-
-
 def test_what_requires_grad_is_told_by_place() -> None:
     """Freezing changes no version."""
     params = _params()

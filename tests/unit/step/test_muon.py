@@ -39,7 +39,7 @@ def _step(optimizer: MixedPrecisionOptimizer, params: list[nn.Parameter], seed: 
 
 
 @pytest.mark.native
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     shapes=MATRICES,
     nesterov=st.booleans(),
