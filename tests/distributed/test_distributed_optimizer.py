@@ -1,7 +1,6 @@
 """DistributedOptimizer against MixedPrecisionOptimizer under DDP: same bits, same skips, whatever the shards."""
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
@@ -310,55 +308,3 @@ def test_seventy_billion_parameters_build_without_memory(ranks: RankPool) -> Non
     assert total > 70e9
     assert held == pytest.approx(total / 1024, rel=1e-3)
     assert (all_meta, real, host_reads) == (True, 0, 2 * 1024)
-
-
-def _native() -> list[Any]:
-    """Train as a backend with a reduce-scatter of its own does: gloo has one too, only slower."""
-    from megascale.grad_sync import reduction
-    from megascale.utils import collectives
-
-    logs: list[Any] = []
-    passing = collectives.is_message_passing
-    for native in (False, True):
-        for place in (collectives, reduction):
-            place.is_message_passing = (lambda *_: False) if native else passing  # type: ignore[attr-defined]
-        try:
-            for reduce_dtype in (None, torch.float16):
-                module = net()
-                optimizer = sharded(module, clip_grad=0.5, reduce_dtype=reduce_dtype)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error", FutureWarning)
-                    log = _train(optimizer, module, torch.float16, 6, {2: 0, 4: 1})
-                optimizer.zero_grad()
-                loss = module(batch(9, dist.get_rank(), torch.float16)).float().square().mean()
-                with CommDebugMode() as backward:
-                    optimizer.scale_loss(loss).backward()
-                with CommDebugMode() as step:
-                    optimizer.step()
-                counts = {str(op).split(".")[-1]: n for op, n in backward.get_comm_counts().items()}
-                counts |= {str(op).split(".")[-1]: n for op, n in step.get_comm_counts().items()}
-                logs.append([log, flat(optimizer.state_dict()), counts, len(optimizer.grad_sync.buckets)])
-        finally:
-            for place in (collectives, reduction):
-                place.is_message_passing = passing  # type: ignore[attr-defined]
-    return logs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_collectives_of_the_backend(ranks: RankPool, world: int) -> None:
-    """By reduce-scatter and all-gather of the backend, as with NCCL, steps are those by messages.
-
-    One reduce-scatter and one all-gather a bucket, one all-reduce a step. At 2 ranks the same bits; at 3 the backend's
-    order of summation differs, and in fp16 it rounds the sum, which messages add up in fp32. torch is called by names
-    of which it does not warn.
-    """
-    for by_messages, narrow_by_messages, native, narrow in ranks.run(world, _native):
-        for ours, theirs in ((by_messages, native), (narrow_by_messages, narrow)):
-            assert ours[0] == theirs[0]
-            if world == 2 and ours is by_messages:
-                assert same(ours[1], theirs[1])
-            for key, value in theirs[1].items():
-                torch.testing.assert_close(ours[1][key], value, rtol=1e-2, atol=2e-3)
-            buckets = theirs[3]
-            assert sorted(theirs[2].values()) == [1, buckets, buckets], theirs[2]

@@ -117,7 +117,7 @@ class _Broadcasts:
             work.wait()
 
 
-def _by_collectives(native: bool) -> tuple[dict[str, Tensor], int, int, int]:
+def _by_collectives(native: bool, shard: str) -> tuple[dict[str, Tensor], dict[str, int], int]:
     from megascale.grad_sync import reduction
     from megascale.main_params import gather
     from megascale.utils import collectives
@@ -128,21 +128,26 @@ def _by_collectives(native: bool) -> tuple[dict[str, Tensor], int, int, int]:
             for place in (collectives, reduction, gather):
                 patch.setattr(place, "is_message_passing", lambda *_: False)
             patch.setattr(dist, "all_gather", gathers)
-        optimizer = build(module, "sign")
+        optimizer = build(module, "sign", shard=shard, elementwise=True)
         take_step(optimizer, module, 0)
         gathers.asked = 0
         with CommDebugMode() as counted:
             take_step(optimizer, module, 1)
-        reductions = sum(n for op, n in counted.get_comm_counts().items() if "reduce_scatter" in str(op))
-    return everything(optimizer, module), reductions, gathers.asked, len(optimizer.grad_sync.buckets)
+    counts = {str(op).rpartition(".")[2]: n for op, n in counted.get_comm_counts().items()}
+    if gathers.asked:
+        counts["broadcast_"] = gathers.asked
+    return everything(optimizer, module), counts, len(optimizer.grad_sync.buckets)
 
 
-def test_collectives_of_the_backend(ranks: RankPool) -> None:
-    """With a backend's own reduce-scatter and gather of unequal shards, one of each for a bucket: the same bits."""
-    by_messages, native = ranks.run(2, _by_collectives, False), ranks.run(2, _by_collectives, True)
-    for (ours, _, _, _), (theirs, reductions, gathers, buckets) in zip(by_messages, native, strict=True):
+@pytest.mark.parametrize("shard", ["elements", "parameters"])
+def test_collectives_of_the_backend(ranks: RankPool, shard: str) -> None:
+    """With a backend's own reduce-scatter and gather, as NCCL's, one of each for a bucket and an all-reduce a step: the
+    same bits at two ranks.
+    """
+    by_messages, native = (ranks.run(2, _by_collectives, native, shard) for native in (False, True))
+    for (ours, *_), (theirs, counts, buckets) in zip(by_messages, native, strict=True):
         assert same(ours, theirs)
-        assert reductions == gathers == buckets
+        assert sorted(counts.values()) == [1, buckets, buckets], counts
 
 
 def _over_a_group_of(backend: str) -> dict[str, Tensor]:

@@ -96,31 +96,20 @@ def test_every_rank_writes_what_it_owns(ranks: RankPool, tmp_path: Path) -> None
         assert 14 * owned < size < 14 * owned + 300_000
 
 
-def _hybrid(directory: Path) -> tuple[list[str], bool]:
-    groups = hybrid_groups()
-
-    def make(seed: int) -> tuple[nn.Module, DistributedOptimizer]:
-        torch.manual_seed(seed)
-        model = Model().half()
-        inner = INNER["adamw"](model)
-        return model, DistributedOptimizer(
-            inner, config_of(FP16), scaler(FP16), modules=model, groups=groups, bucket_numel=300
-        )
-
-    model, optimizer = make(0)
-    train(model, optimizer, 0, 4)
+def _hybrid(directory: Path) -> bool:
+    torch.manual_seed(0)
+    model, groups = Model().half(), hybrid_groups()
+    inner = INNER["adamw"](model)
+    optimizer = DistributedOptimizer(
+        inner, config_of(FP16), scaler(FP16), modules=model, groups=groups, bucket_numel=300
+    )
     path = Checkpointer(directory).save(4, model, optimizer)
-    fresh, loaded = make(1)
-    Checkpointer(directory).load(fresh, loaded)
-    writes = (path / f"rank_{dist.get_rank():05d}.safetensors").exists()
-    return differences(full(model, optimizer), full(fresh, loaded)), writes
+    return (path / f"rank_{dist.get_rank():05d}.safetensors").exists()
 
 
 def test_hybrid_replicas_are_written_once(ranks: RankPool, tmp_path: Path) -> None:
     """Ranks 2 and 3 hold the shards of ranks 0 and 1, and write nothing of them."""
-    results = ranks.run(4, _hybrid, tmp_path)
-    assert [lines for lines, _ in results] == [[]] * 4
-    assert [writes for _, writes in results] == [True, True, False, False]
+    assert ranks.run(4, _hybrid, tmp_path) == [True, True, False, False]
 
 
 def _chained(directory: Path) -> list[str]:

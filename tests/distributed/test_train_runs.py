@@ -228,12 +228,3 @@ def test_weights_and_biases_is_optional(train: Train, tmp_path: Path) -> None:
     else:
         train(1, tmp_path, "steps=2", "wandb=offline")
         assert any((tmp_path / "run" / "wandb").glob("offline-run-*"))
-
-
-@pytest.mark.slow
-def test_muon_run_goes_on_replicated(train: Train, tmp_path: Path) -> None:
-    """optimizer.name=muon, sharded: its checkpoint goes on on one rank, not sharded; both parts follow their rates."""
-    muon = ["optimizer.name=muon", "optimizer.adam_lr=0.002"]
-    train(2, tmp_path, *SHARDED, *muon, "steps=6")
-    assert "resumed at step 6" in train(1, tmp_path, *muon, "steps=10")
-    assert [int(row["step"]) for row in _rows(tmp_path)] == list(range(10))

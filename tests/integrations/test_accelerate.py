@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,9 @@ def test_bf16_without_a_scaler() -> None:
 # Misuse
 
 
+Call = tuple[Accelerator, Callable[[], object]]
+
+
 def _refused(accelerator: Accelerator, call: Callable[[], object], error: type[Exception], message: str) -> None:
     """Check that ``call`` raises, and has prepared nothing."""
     count = len(accelerator._optimizers)
@@ -233,69 +237,85 @@ def test_clipping_that_cannot_be_done_is_refused() -> None:
     assert bool(prepared.step().success)
 
 
-def test_optimizers_that_do_not_fit_together_are_refused() -> None:
-    """A plain optimizer beside a scaled loss, one scaler for two, two ways to scale, a norm over two optimizers."""
-    module, other = model(), model()
-    accelerator = Accelerator(cpu=True)
-    ours = wrap(module)
+def _shared_scaler() -> Call:
+    accelerator, ours = Accelerator(cpu=True), wrap(model())
     accelerator.prepare(ours)
-    shared = MixedPrecisionOptimizer(INNER["sgd"](other), None, ours.grad_scaler)
-    plain = torch.optim.SGD(model(torch.float32).parameters(), lr=0.1)
-    _refused(accelerator, lambda: accelerator.prepare(shared), UsageError, "ChainedOptimizer")
-    _refused(accelerator, lambda: accelerator.prepare(plain), UsageError, "wrap it")
-    accelerator.prepare(wrap(other))
-    both = [*module.parameters(), *other.parameters()]
-    _refused(accelerator, lambda: accelerator.clip_grad_norm_(both, 1.0), UsageError, "belong to 2 optimizers")
-    reset()
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(plain)
-    _refused(accelerator, lambda: accelerator.prepare(ours), UsageError, "wrap it")
-    reset()
-    scaled = Accelerator(cpu=True, mixed_precision="fp16", grad_scaler=GradScaler("cpu"))
-    _refused(scaled, lambda: scaled.prepare(ours), UsageError, "mixed_precision='no'")
+    shared = MixedPrecisionOptimizer(INNER["sgd"](model()), None, ours.grad_scaler)
+    return accelerator, lambda: accelerator.prepare(shared)
+
+
+def _second(first: str, second: str, **options: Any) -> Call:
+    """One optimizer that is prepared, and another that does not go with it. Either: none, plain, or scaled."""
+    accelerator = Accelerator(cpu=True, **options)
+    kinds: dict[str, Callable[[], Any]] = {
+        "plain": lambda: torch.optim.SGD(model(torch.float32).parameters(), lr=0.1),
+        "scaled": lambda: wrap(model()),
+        "half": lambda: torch.optim.AdamW(torch.nn.Linear(2, 2).half().parameters()),
+        "scaled fp32": lambda: wrap(model(torch.float32)),
+    }
+    if first != "none":
+        accelerator.prepare(kinds[first]())
+    optimizer = kinds[second]()
+    return accelerator, lambda: accelerator.prepare(optimizer)
+
+
+def _one_norm_of_two() -> Call:
+    accelerator, modules = Accelerator(cpu=True), [model(), model()]
+    accelerator.prepare(*map(wrap, modules))
+    params = [param for module in modules for param in module.parameters()]
+    return accelerator, lambda: accelerator.clip_grad_norm_(params, 1.0)
+
+
+def _other_half(precision: str, held: torch.dtype, *, adapters: bool = False) -> Call:
+    """An optimizer, or adapters in fp32, over weights in the half that autocast does not compute in."""
+    accelerator, base = accelerator_of(mixed_precision=precision), model(held)
+    if adapters:  # whose optimizer has fp32 parameters alone
+        adapted = torch.nn.Sequential(base.requires_grad_(False), torch.nn.Linear(4, 4))
+        assert accelerator.prepare_model(base, evaluation_mode=True) is base
+        return accelerator, lambda: accelerator.prepare(adapted)
+    ours = wrap(base, scale=2.0**10 if held == torch.float16 else None)
+    return accelerator, lambda: accelerator.prepare(ours)
+
+
+def _grad_sync() -> Call:
+    accelerator, module = Accelerator(cpu=True), model()
+    sync = GradSync(module.named_parameters())
+    synced = MixedPrecisionOptimizer(INNER["sgd"](module), None, ConstantGradScaler(64.0), grad_sync=sync)
+    return accelerator, lambda: accelerator.prepare(synced)
+
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+WITH_SCALER: dict[str, Any] = {"mixed_precision": "fp16", "grad_scaler": GradScaler("cpu")}
+WITHOUT: dict[str, Any] = {"mixed_precision": "fp16"}
+"""On a CPU Accelerate's "fp16" has no scaler, and computes in fp32."""
 
 
 @pytest.mark.parametrize(
-    ("precision", "held", "computed"),
-    [("bf16", torch.float16, torch.bfloat16), ("fp16", torch.bfloat16, torch.float16)],
+    ("arrange", "message"),
+    [
+        (_shared_scaler, "ChainedOptimizer"),
+        (_one_norm_of_two, "belong to 2 optimizers"),
+        (_grad_sync, "GradSync"),
+        (partial(_second, "scaled", "plain"), "wrap it"),
+        (partial(_second, "plain", "scaled"), "wrap it"),
+        (partial(_second, "none", "scaled", **WITH_SCALER), "mixed_precision='no'"),
+        (partial(_second, "none", "half", **WITH_SCALER), "mixed_precision='fp16' means autocast over"),
+        (partial(_second, "none", "scaled", **WITHOUT), "use mixed_precision='no'"),
+        (partial(_second, "none", "scaled fp32", **WITHOUT), "use mixed_precision='no'"),
+        (partial(_other_half, "bf16", HALF), "parameters of the .* are torch.float16: use mixed_precision='no'"),
+        (partial(_other_half, "fp16", BRAIN), "parameters of the .* are torch.bfloat16: use mixed_precision='no'"),
+        (partial(_other_half, "bf16", HALF, adapters=True), "computes in torch.bfloat16"),
+        (partial(_other_half, "fp16", BRAIN, adapters=True), "computes in torch.float16"),
+    ],
 )
-def test_autocast_to_the_other_half_is_refused(precision: str, held: torch.dtype, computed: torch.dtype) -> None:
-    """Parameters of 16 bits would be computed with in the other format, in silence: by optimizer and by model."""
-    words = f"computes in {computed}, and parameters of the .* are {held}: use mixed_precision='no'"
-    accelerator = accelerator_of(mixed_precision=precision)
-    ours = wrap(model(held), scale=2.0**10 if held == torch.float16 else None)
-    _refused(accelerator, lambda: accelerator.prepare(ours), UsageError, words)
-    # The optimizer of adapters has fp32 parameters alone.
-    base = model(held).requires_grad_(False)
-    adapted = torch.nn.Sequential(base, torch.nn.Linear(4, 4))
-    _refused(accelerator, lambda: accelerator.prepare(adapted), UsageError, words)
-    assert accelerator.prepare_model(base, evaluation_mode=True) is base
-
-
-def test_fp16_autocast_over_fp16_weights_is_refused() -> None:
-    """The scaler takes fp16 gradients; without main params the weights would be trained in fp16 alone, in silence."""
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", grad_scaler=GradScaler("cpu"))
-    inner = torch.optim.AdamW(torch.nn.Linear(2, 2).half().parameters())
-    _refused(accelerator, lambda: accelerator.prepare(inner), UsageError, "mixed_precision='fp16' means autocast over")
-
-
-def test_a_scaler_beside_fp16_autocast_is_refused_where_accelerate_has_none() -> None:
-    """On a CPU Accelerate's "fp16" has no scaler, and computes in fp32: ours must not stand beside it."""
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    assert accelerator.scaler is None
-    for dtype in (torch.float16, torch.float32):
-        ours = wrap(model(dtype))
-        _refused(accelerator, lambda ours=ours: accelerator.prepare(ours), UsageError, "use mixed_precision='no'")
+def test_what_does_not_fit_together_is_refused(arrange: Callable[[], Call], message: str) -> None:
+    """Optimizers beside each other, a scaler beside autocast, and weights that autocast would round in silence."""
+    _refused(*arrange(), UsageError, message)
 
 
 def test_optimizers_that_do_not_fit_the_accelerator_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another device, a GradSync, an engine that owns the step."""
-    module = model()
-    accelerator = Accelerator(cpu=True)
-    sync = GradSync(module.named_parameters())
-    synced = MixedPrecisionOptimizer(INNER["sgd"](module), None, ConstantGradScaler(64.0), grad_sync=sync)
-    _refused(accelerator, lambda: accelerator.prepare(synced), UsageError, "GradSync")
-    ours = wrap(model())
+    """Another device, an engine that owns the step."""
+    accelerator, ours = Accelerator(cpu=True), wrap(model())
     with monkeypatch.context() as patch:
         patch.setattr(Accelerator, "device", property(lambda _: torch.device("cuda", 0)))
         _refused(accelerator, lambda: accelerator.prepare(ours), UsageError, r"model\.to\(accelerator\.device\)")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale import ConstantGradScaler, DynamicGradScaler, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from tests.counting import OperatorCounter
 from tests.training import bits_equal, grad_of
@@ -15,7 +15,6 @@ from tests.training import bits_equal, grad_of
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import MixedPrecision
 
 from megascale.integrations.lightning import LossScaleMonitor, MegascalePrecision
 from tests.integrations.lightning_cases import (
@@ -88,29 +87,6 @@ def test_a_checkpoint_of_a_run_without_the_plugin_goes_on(precision: str, tmp_pa
         for key, value in cast(Any, saved.optimizers[0]).state[param].items():
             assert bits_equal(other[key], value)
     assert len(module.rows) == len(loader())
-
-
-def test_fp16_on_the_cpu_is_fp16() -> None:
-    """Parameters and gradients are fp16, main params fp32; Lightning itself turns "16-mixed" on the CPU into bf16."""
-    module = Regression()
-    run = fitted(module, MegascalePrecision("16-true"))
-    assert {param.dtype for param in module.parameters()} == {torch.float16}
-    assert module.grad_dtypes == {torch.float16}
-    assert {main.dtype for _, main in run.optimizers[0].main_params()} == {torch.float32}
-    theirs = pl.Trainer(precision="16-mixed", accelerator="cpu", logger=False).precision_plugin
-    assert isinstance(theirs, MixedPrecision)
-    assert theirs.precision == "bf16-mixed"
-
-
-def test_takes_an_optimizer_that_is_wrapped_already() -> None:
-    """configure_optimizers may return a MixedPrecisionOptimizer; the bits are those of one that the plugin wraps."""
-    wrapped = Regression(
-        (2,), lambda m: MixedPrecisionOptimizer(torch.optim.AdamW(m.named_parameters(), lr=1e-2), None, scaler())
-    )
-    plain = Regression((2,))
-    ours, theirs = (fitted(module, MegascalePrecision("16-true", grad_scaler=scaler())) for module in (wrapped, plain))
-    assert wrapped.rows == plain.rows
-    assert_same(ours.optimizers[0].state_dict(), theirs.optimizers[0].state_dict())
 
 
 def test_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -254,39 +254,34 @@ def _on_rank(
     return saved, first + _train(trainer, range(SAVED_AT, STEPS), rank, world), _state(trainer)
 
 
-@pytest.mark.parametrize("options", [OPTIONS, OPTIONS | REMAINDERS], ids=["fp32", "remainders"])
-def test_fsdp2_goes_on_after_a_restart(options: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
-    """Saved on two ranks by torchtitan's own functions: resumed on two with all bits, on four with what was saved."""
-    whole_run = ranks.run(2, _on_rank, str(tmp_path), options, False, timeout=120)
-    assert whole_run[0][1] == whole_run[1][1]
-    with ranks.spawn(2, _on_rank, str(tmp_path), options, True) as fresh:
-        resumed = fresh.results(timeout=200)
-    for one, other in zip(resumed, whole_run, strict=True):
-        assert same_bits(one[0], other[0])
-        assert one[1] == other[1][SAVED_AT:]
-        assert same_bits(one[2], other[2])
-    for one in ranks.run(4, _on_rank, str(tmp_path), options, True, timeout=120):
-        assert same_bits(one[0], whole_run[0][0])
+RESTARTS: dict[str, tuple[dict[str, Any], torch.dtype, bool]] = {
+    "fp32": (OPTIONS, torch.float16, False),
+    "remainders": (OPTIONS | REMAINDERS, torch.float16, False),
+    "bf16": ({}, torch.bfloat16, False),
+    "dp_replicate": (OPTIONS, torch.float16, True),
+}
+"""Options, weights, and whether every rank holds all of them."""
 
 
-@pytest.mark.parametrize(
-    ("options", "dtype", "replicated"),
-    [({}, torch.bfloat16, False), (OPTIONS, torch.float16, True)],
-    ids=["bf16", "dp_replicate"],
-)
-def test_bf16_and_replicas_go_on_after_a_restart(
-    options: dict[str, Any], dtype: torch.dtype, replicated: bool, ranks: RankPool, tmp_path: Path
-) -> None:
-    """bf16 weights have main params and no loss scale; replicas, which torchtitan makes by FSDP2 too, stay alike."""
+@pytest.mark.parametrize("kind", RESTARTS)
+def test_a_run_goes_on_after_a_restart(kind: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Saved on two ranks by torchtitan's own functions: resumed on two with all bits, on four with what was saved.
+
+    bf16 weights have main params and no loss scale; replicas, which torchtitan makes by FSDP2 too, stay alike.
+    """
+    options, dtype, replicated = RESTARTS[kind]
     setup = (str(tmp_path), options)
-    whole_run = ranks.run(2, _on_rank, *setup, False, dtype, replicated, timeout=120)
-    assert same_bits(whole_run[0][2], whole_run[1][2])
-    assert any(name.startswith("scaler.") for name in whole_run[0][0]) is (dtype == torch.float16)
-    assert {value.dtype for name, value in whole_run[0][0].items() if name.startswith("main.")} == {torch.float32}
-    assert [skipped for skipped, _ in whole_run[0][1]] == [step >= BAD for step in range(STEPS)]
-    for one, other in zip(ranks.run(2, _on_rank, *setup, True, dtype, replicated, timeout=120), whole_run, strict=True):
-        assert same_bits(one[0], other[0])
-        assert same_bits(one[2], other[2])
+    saved, other = ranks.run(2, _on_rank, *setup, False, dtype, replicated, timeout=120)
+    assert saved[1] == other[1]
+    assert same_bits(saved[2], other[2])
+    assert any(name.startswith("scaler.") for name in saved[0]) is (dtype == torch.float16)
+    assert [skipped for skipped, _ in saved[1]] == [step >= BAD for step in range(STEPS)]
+    for began, rows, ended in ranks.run(2, _on_rank, *setup, True, dtype, replicated, timeout=120):
+        assert same_bits(began, saved[0])
+        assert rows == saved[1][SAVED_AT:]
+        assert same_bits(ended, saved[2])
+    for began, *_ in ranks.run(4, _on_rank, *setup, True, dtype, replicated, timeout=120):
+        assert same_bits(began, saved[0])
 
 
 @pytest.mark.release

@@ -155,16 +155,6 @@ def test_an_optimizer_of_ours_that_was_passed_stays(tmp_path: Path) -> None:
     assert optimizer.num_landed_steps == 6
 
 
-def test_autocast_to_bf16_is_refused_beside_an_optimizer_that_was_passed(tmp_path: Path) -> None:
-    """fp16 weights would be rounded to bf16 in every forward, in silence; nothing has changed."""
-    trainer, _ = _with_optimizer(tmp_path, bf16=True)
-    adopt_accelerator(trainer.accelerator)
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    with pytest.raises(UsageError, match=r"computes in torch\.bfloat16.*bf16=False and fp16=False"):
-        trainer.train()
-    assert same_bits(trainer.model.state_dict(), before)
-
-
 def test_codes_and_remainders_by_name(tmp_path: Path) -> None:
     """Names of dtypes, as a YAML file has them; TRL's default, autocast to bf16, beside bf16 weights."""
     options = {"dtype": "bf16", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8", "store_param_remainders": True}
@@ -258,29 +248,30 @@ def test_what_cannot_be_adopted(tmp_path: Path) -> None:
         HalfTrainer(model="some/name", args=args, megascale={"dtype": "fp16"})
 
 
-@pytest.mark.parametrize(("weights", "autocast"), [("fp16", {"bf16": True}), ("bf16", {"fp16": True})])
-def test_autocast_to_the_other_format_is_refused_at_once(
-    weights: str, autocast: dict[str, bool], tmp_path: Path
+AS_FP32 = "fp16=True of TrainingArguments means autocast over fp32 weights.*set fp16=False"
+
+
+@pytest.mark.parametrize(
+    ("weights", "autocast", "message"),
+    [
+        ("fp16", {"bf16": True}, "use mixed_precision='no'"),
+        ("bf16", {"fp16": True}, "use mixed_precision='no'"),
+        ("fp16", {"fp16": True}, AS_FP32),
+    ],
+)
+def test_autocast_over_16_bit_weights_is_refused_at_once(
+    weights: str, autocast: dict[str, bool], message: str, tmp_path: Path
 ) -> None:
-    """Before training: what was chosen for the weights would be lost in every forward, in silence."""
-    with pytest.raises(UsageError, match=r"use mixed_precision='no' \(bf16=False and fp16=False"):
+    """Before training: what was chosen for the weights would be lost in every forward, or trained without main params,
+    in silence. ``fp16=True`` is what one writes for "train in fp16".
+    """
+    with pytest.raises(UsageError, match=message):
         _made(tmp_path, dtype=torch.float32, megascale={"dtype": weights}, **autocast)
     reset()
     trainer = _made(tmp_path, PlainTrainer, dtype=torch.float32, **autocast)
-    with pytest.raises(UsageError, match="use mixed_precision='no'"):
+    with pytest.raises(UsageError, match=message):
         adopt(trainer, dtype=weights)
     assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
-
-
-def test_fp16_autocast_over_fp16_weights_is_refused_at_once(tmp_path: Path) -> None:
-    """``fp16=True`` is what one writes for "train in fp16": it would train fp16 weights without main params."""
-    for options in ({"megascale": {"dtype": "fp16"}}, {}):
-        with pytest.raises(UsageError, match="fp16=True of TrainingArguments means autocast over fp32 weights"):
-            _made(tmp_path, dtype=torch.float16, fp16=True, **options)
-    trainer = _made(tmp_path, PlainTrainer, dtype=torch.float32, fp16=True)
-    with pytest.raises(UsageError, match="set fp16=False"):
-        adopt(trainer, dtype="fp16")
-    assert trainer.model.lm_head.weight.dtype == torch.float32
 
 
 def test_a_policy_of_fsdp2_in_the_other_format_is_refused() -> None:

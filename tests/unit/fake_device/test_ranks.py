@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megascale import MixedPrecisionOptimizer, StepGraph
+from megascale import MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.grad_sync.synced_bucket import SyncedBucket
@@ -144,23 +144,6 @@ def _backward_on_two_devices(device: FakeDevice) -> tuple[int, list[int]]:
 def test_threads_of_backward_start_each_bucket_once(on_device: OnDevice) -> None:
     """Backward has a thread for each device: whoever comes first starts a bucket, always in the same order."""
     assert on_device(_backward_on_two_devices) == (2, [0, 1, 2, 3])
-
-
-def _graphed(device: FakeDevice, kind: str) -> Record:
-    world_of_two()
-    optimizer, loss = BUILD[kind](model())
-    with device.watch() as seen:
-        StepGraph(optimizer, lambda: optimizer.scale_loss(loss()).backward())
-    return seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sharded", "synced"])
-def test_a_step_of_many_ranks_is_captured(on_device: OnDevice, kind: str) -> None:
-    """Reductions in backward and the gather are part of the graph."""
-    seen = on_device(_graphed, kind)
-    assert seen.refused_in_capture() == []
-    assert seen.first_met_in_capture() == set()
 
 
 def _fully_sharded(device: FakeDevice) -> list[Record]:
