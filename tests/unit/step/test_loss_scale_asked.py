@@ -94,6 +94,7 @@ def test_whoever_asks_for_the_scale_may_step(ask: Callable[[Any], Any], half: st
         set_grads(module, step)
         ask(optimizer)
         getattr(optimizer, half)()
+        optimizer.zero_grad()
     set_grads(module, 2)
     with pytest.raises(UsageError, match="the loss was not scaled"):
         getattr(optimizer, half)()
