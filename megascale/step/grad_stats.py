@@ -181,7 +181,7 @@ def measure(
     """
     marks = scaled - WITH_GRADS * has_grads
     # A rank without gradients has statistics, too: the others wait for it in the all-reduce, and it may have an error.
-    if not grads.are_there:
+    if not grads.num_there:
         vector = torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device)
         # fill_(), as an assigned number is copied from the host, which waits for the device.
         vector[Statistic.ZEROS].fill_(0.0 if count_zeros else math.nan)
@@ -202,7 +202,8 @@ def _measure_by_device(grads: TensorList, backend: Backend, count_zeros: bool, d
     parts = {}
     for place in grads.forms.devices:
         theirs = grads.pick([index for index, other in enumerate(places) if other == place])
-        parts[place] = backend.measure(theirs, count_zeros)
+        nothing = torch.zeros(len(theirs), dtype=stats_dtype(place), device=place)
+        parts[place] = backend.measure(theirs, count_zeros) if theirs.num_there else TensorStats(*[nothing] * 3)
     runs = [(place, len(list(run))) for place, run in groupby(places)]
 
     def gathered(name: str) -> Tensor:

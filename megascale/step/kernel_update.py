@@ -161,7 +161,7 @@ class KernelUpdate(InnerUpdate):
             for one in prepared:
                 is_whole = len(one.indices) == len(pending.grads)
                 grads = pending.grads if is_whole else pending.grads.pick(one.indices)
-                if not grads.are_there:
+                if not grads.num_there:
                     continue
                 params, operands, decoded = one.params, one.operands, one.decoded
                 there = decision.to(operands.main[0].device)

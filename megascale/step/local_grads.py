@@ -124,7 +124,7 @@ class ReadyGrads:
                 return self.failed(grads)
             found.append(grads)
         pairs = zip(units, found, strict=True)
-        updates = [PendingUpdate(param_groups[unit.group], unit, grads) for unit, grads in pairs if grads.are_there]
+        updates = [PendingUpdate(param_groups[unit.group], unit, grads) for unit, grads in pairs if grads.num_there]
         self.weights, (lists, joined) = measured.weights, self._joined
         if not (lists and are_same(lists, found)):
             parts = [
@@ -135,7 +135,7 @@ class ReadyGrads:
             kept = [self._kept[unit].grads for unit in units if unit in self._kept]
             if are_same(kept, found):  # all are main grads, which live as long as their GradSync
                 self._joined = found, joined
-        return Collected(updates, measured.params if joined.are_there else [], joined, measured.weights, None)
+        return Collected(updates, measured.params if joined.num_there else [], joined, measured.weights, None)
 
     def grad_of(self, param: MainParam) -> Tensor | None:
         """Return what this rank has of a gradient, as it is: the main grad, or the local part of ``param.grad``."""
@@ -180,7 +180,7 @@ class ReadyGrads:
         found: TensorList | MegascaleError | None = None
         if self._grad_sync is not None:
             found = self._synced(unit)
-        if found is None and not unit.has_dtensors and not (unit in self._kept and self._kept[unit].grads.are_there):
+        if found is None and not unit.has_dtensors and not (unit in self._kept and self._kept[unit].grads.num_there):
             found = unit.grads.read()  # all param.grad at once, if kernels can read all there are
         if found is None:
             found = self._one_by_one(unit)

@@ -152,7 +152,7 @@ class OverflowRecorder(LastOverflow, StepObserver):
         return StepRecord(
             None if captured else self._members[0].counter.taken,
             [own.params for own in collected],
-            sum(len(own.grads) - len(own.grads.missing) for own in collected),
+            sum(own.grads.num_there for own in collected),
             stats.non_finite,
             stats.sum_squares,
             stats.vector,

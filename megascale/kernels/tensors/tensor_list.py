@@ -31,6 +31,7 @@ class TensorList(Sequence[Any]):
 
     Attributes:
         missing: indices of missing tensors.
+        num_there: how many are not missing.
         parts: the lists that this one joins, in order.
     """
 
@@ -43,6 +44,7 @@ class TensorList(Sequence[Any]):
     ) -> None:
         self.tensors: list[Any] = tensors if isinstance(tensors, list) else list(tensors)
         self.missing = [index for index, tensor in enumerate(self.tensors) if tensor is None]
+        self.num_there = len(self.tensors) - len(self.missing)
         self.parts: Sequence[TensorList] = ()
         if filled is not None:
             self.filled = filled
@@ -77,11 +79,6 @@ class TensorList(Sequence[Any]):
         contiguous = self.forms.contiguous or all(map(Tensor.is_contiguous, filled))
         forms = self.forms.pick(indices, contiguous=contiguous)
         return TensorList(picked(self.tensors, indices), forms, self.pointers[list(indices)], filled)
-
-    @property
-    def are_there(self) -> bool:
-        """Whether not all are missing."""
-        return len(self.missing) < len(self.tensors)
 
     @cached_property
     def there(self) -> list[int]:
@@ -154,10 +151,12 @@ class ListReader:
         self._forms: Forms | None = None
         self._places: Places | None = None  # of the newest tensors of these forms
 
-    def read(self, tensors: list[Any]) -> TensorList | None:
+    def read(self, tensors: list[Any], some: list[Any] | None = None) -> TensorList | None:
         """Return ``tensors`` if kernels can read all of them, and if they fit. Else None.
 
         Each is a plain tensor then, as :mod:`megascale.kernels.tensors.checked_memory` says.
+
+        ``some``: the list to return, in which some are missing: the others of ``tensors`` stand in for these.
         """
         forms, before = self._forms, self._places
         places = None if forms is None else forms.places(tensors)
@@ -175,7 +174,8 @@ class ListReader:
         if not (are_alike or forms.are_within(places)):
             self._places = None
             return None
-        return TensorList(tensors, forms, np.array(places.pointers, dtype=np.int64))
+        pointers = np.array(places.pointers, dtype=np.int64)
+        return TensorList(tensors if some is None else some, forms, pointers, filled=tensors)
 
     def _usable(self, tensors: list[Any]) -> tuple[Forms, Places] | None:
         """Return the forms and places of plain tensors that kernels can read, as far as forms tell."""
@@ -203,12 +203,8 @@ class GradReader:
         Else None. A parameter stands in for its gradient where that is missing.
         """
         grads: list[Any] = list(map(_GRAD, self._params))
-        found = TensorList(grads)
-        if found.missing:
-            pairs = zip(grads, self._params, strict=True)
-            found.filled = [param.detach() if grad is None else grad for grad, param in pairs]
-        read = self._reader.read(found.filled)
-        return None if read is None else TensorList(grads, read.forms, read.pointers, read.tensors)
+        pairs = zip(grads, self._params, strict=True)
+        return self._reader.read([param.detach() if grad is None else grad for grad, param in pairs], grads)
 
 
 def are_grads(forms: Forms) -> bool:
