@@ -275,8 +275,10 @@ class StateView(_View[Any]):
 
 
 def _are_equal(one: Tensor | None, other: Any) -> bool:
-    """Return whether both have the same values. Waits for the device."""
+    """Return whether both have the same values; NaN has that of NaN. Waits for the device."""
     if one is None or not isinstance(other, Tensor):
         return one is other
-    mine, theirs = to_local(one), to_local(other)
-    return one.shape == other.shape and not theirs.is_meta and torch.equal(mine.cpu(), theirs.to("cpu", mine.dtype))
+    mine, theirs = to_local(one).cpu(), to_local(other)
+    if mine.shape != theirs.shape or theirs.is_meta:
+        return False
+    return torch.allclose(mine, theirs.to("cpu", mine.dtype), rtol=0.0, atol=0.0, equal_nan=True)

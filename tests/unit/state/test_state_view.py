@@ -147,6 +147,16 @@ def test_what_cannot_be_written(name: str, value: Any, message: str) -> None:
     assert same_bits(snapshot(optimizer, module), before)
 
 
+def test_a_copy_of_a_main_param_that_is_not_finite_may_be_assigned() -> None:
+    """As a program does that moves the state of a run which has diverged."""
+    module, optimizer = _trained()
+    entries = optimizer.state[module.first.weight]
+    entries["main_param"][0, 0], entries["main_param"][0, 1] = torch.nan, torch.inf
+    main = entries["main_param"]
+    entries["main_param"] = main.clone()
+    assert entries["main_param"] is main
+
+
 def test_own_entries_are_written_through() -> None:
     """What the wrapped optimizer keeps may be set, deleted and dropped, as in its own state."""
     module, optimizer = _trained()
