@@ -74,7 +74,7 @@ HELD: list[tuple[str, torch.dtype, dict[str, Any]]] = [
 """How state is held, and what is counted."""
 
 
-@pytest.mark.default("adamw-dtype17-*", "adamw-dtype0-*")
+@pytest.mark.default("adamw-dtype23-*", "adamw-dtype0-*")
 @pytest.mark.parametrize(("inner", "dtype", "options"), HELD)
 def test_no_form_of_state_costs_a_launch(
     on_device: OnDevice, inner: str, dtype: torch.dtype, options: dict[str, Any]
