@@ -53,10 +53,6 @@ class _UnitOperands(NamedTuple):
     storages: list[torch.UntypedStorage]
     addresses: list[int]
 
-    def serve(self, names: list[str]) -> bool:
-        """Return whether they are those of the state ``names``, and where it is."""
-        return names == self.names and list(map(_ADDRESS, self.storages)) == self.addresses
-
 
 class _CachedHyper(NamedTuple):
     """A group's hyperparameters and the names of its state, and the values of the options that they were made of."""
@@ -143,11 +139,10 @@ class KernelUpdate(InnerUpdate):
                 if all(map(_is_constant, values)):  # others can be written, and stay the same object
                     self._hypers[pending.unit.group] = known
             hypers.append(known)
-        operands = self._operands(updates, [known.state_names for known in hypers])
-        return [
-            replace(pending, call=KernelCall(prepared, known.hyper))
-            for pending, prepared, known in zip(updates, operands, hypers, strict=True)
-        ]
+        prepared = []
+        for pending, operands, known in zip(updates, self._operands(updates, hypers), hypers, strict=True):
+            prepared.append(replace(pending, call=KernelCall(operands, known.hyper)))
+        return prepared
 
     @override
     def apply(
@@ -229,15 +224,21 @@ class KernelUpdate(InnerUpdate):
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
         return self.rule.hyper(options, rate(options), type(self.optimizer))
 
-    def _operands(self, updates: Sequence[PendingUpdate], names: Sequence[list[str]]) -> list[list[Prepared]]:
+    def _operands(self, updates: Sequence[PendingUpdate], hypers: Sequence[_CachedHyper]) -> list[list[Prepared]]:
         """Return the operands of each unit: those of an earlier step, while all of them serve; else new ones.
 
         Raises UsageError, before any value has changed, for state that an option needs and that was not loaded.
         """
-        kept = [self._prepared.get(pending.unit) for pending in updates]
-        if all(one is not None and one.serve(needed) for one, needed in zip(kept, names, strict=True)):
-            return [one.prepared for one in kept if one is not None]
-        units = [pending.unit for pending in updates]
+        found = []
+        for pending, known in zip(updates, hypers, strict=True):
+            kept = self._prepared.get(pending.unit)
+            if kept is None or kept.names != known.state_names or list(map(_ADDRESS, kept.storages)) != kept.addresses:
+                break
+            found.append(kept.prepared)
+        else:
+            return found
+        # All are made anew: scratch memory that grows for one unit is another one's, too.
+        units, names = [pending.unit for pending in updates], [known.state_names for known in hypers]
         for unit, needed in zip(units, names, strict=True):
             self._state.create(unit.params, needed, fills=False)
         for unit in [] if self.fuses_remainders else units:

@@ -117,14 +117,14 @@ class ReadyGrads:
         if measured is None or units is not self._units:
             self._units = units
             measured = self._measured = self._to_measure(units)
-        found: list[TensorList] = []
+        found, updates = list[TensorList](), list[PendingUpdate]()
         for unit in units:
             grads = self._grads_of(unit)
             if isinstance(grads, MegascaleError):
                 return self.failed(grads)
             found.append(grads)
-        pairs = zip(units, found, strict=True)
-        updates = [PendingUpdate(param_groups[unit.group], unit, grads) for unit, grads in pairs if grads.num_there]
+            if grads.num_there:
+                updates.append(PendingUpdate(param_groups[unit.group], unit, grads))
         self.weights, (lists, joined) = measured.weights, self._joined
         if not (lists and are_same(lists, found)):
             parts = [
@@ -185,8 +185,8 @@ class ReadyGrads:
         if found is None:
             found = self._one_by_one(unit)
         if not isinstance(found, MegascaleError):
-            for param in (unit.params[index] for index in found.missing):
-                if self._is_taken_elsewhere(param):
+            for index in found.missing:
+                if self._is_taken_elsewhere(param := unit.params[index]):
                     return UsageError(f"the gradient of {param.name!r} was taken by a GradSync in backward; {REMEDY}")
         return found
 

@@ -144,6 +144,10 @@ class OverflowRecorder(LastOverflow, StepObserver):
         # Taken at the decision: observers may be told one step later, when the next losses are there.
         seen = self._take_seen(lambda: (param for _, param in self.named_params()))
         captured = is_capturing(self._device)
+        params, num_grads = [], 0
+        for own in collected:
+            params.append(own.params)
+            num_grads += own.grads.num_there
         # The scale before it changes. On an accelerator it must be copied: only if there is a listener.
         scale: Tensor | float | None = 1.0
         if scaler is not None:
@@ -151,8 +155,8 @@ class OverflowRecorder(LastOverflow, StepObserver):
             scale = live.tolist()[0] if self._on_host else None if self.listener is None else live.clone()
         return StepRecord(
             None if captured else self._members[0].counter.taken,
-            [own.params for own in collected],
-            sum(own.grads.num_there for own in collected),
+            params,
+            num_grads,
             stats.non_finite,
             stats.sum_squares,
             stats.vector,

@@ -216,8 +216,12 @@ class StepRecipe:
     @property
     def decision(self) -> Decision | None:
         """What :meth:`prepare` decided, until :meth:`apply`; else None, also where a member's step was dropped."""
-        decisions = [member.ready.decision for member in self.members if member.ready is not None]
-        return decisions[0] if len(decisions) == len(self.members) else None
+        decision = None
+        for member in self.members:
+            if member.ready is None:
+                return None
+            decision = decision or member.ready.decision
+        return decision
 
     def clip_values_(self, max_value: float) -> None:
         """Clamp every unscaled, norm-clipped gradient of a ready step to [-max_value, max_value], still scaled."""
@@ -419,7 +423,10 @@ class StepRecipe:
 
     def _in_a_chain(self) -> UsageError | None:
         """Return an error if another recipe, a chain's, steps these members with others, which would be left behind."""
-        if all(member.chain() in (None, self) for member in self.members):
+        for member in self.members:
+            if member.chain() not in (None, self):
+                break
+        else:
             return None
         gc.collect()  # a chain that only a reference cycle keeps counts as dropped
         others = [member for member in self.members if member.chain() not in (None, self)]
