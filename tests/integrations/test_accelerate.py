@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megascale import (
     ConstantGradScaler,
+    DynamicGradScaler,
     MixedPrecisionOptimizer,
     OptimizerConfig,
 )
@@ -469,3 +470,33 @@ def test_a_grad_scaler_that_does_not_fit_is_refused() -> None:
     reset()
     with pytest.raises(ArgumentError, match="mixed_precision='fp16'"):
         Accelerator(cpu=True, grad_scaler=GradScaler("cpu"))
+
+
+def test_adapters_and_8_bit_moments() -> None:
+    """LoRA of peft's over a frozen fp16 base, moments as codes: the bits of the loop by hand; adapters alone move."""
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    codes: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+
+    def build() -> tuple[Any, MixedPrecisionOptimizer]:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["first", "second"], init_lora_weights=False)
+        adapted = peft.get_peft_model(model(), config, autocast_adapter_dtype=False)
+        trained = [(name, param) for name, param in adapted.named_parameters() if param.requires_grad]
+        scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
+        inner = torch.optim.AdamW(trained, lr=1e-2)
+        return adapted, MixedPrecisionOptimizer(inner, OptimizerConfig(fp16=True, clip_grad=0.1, **codes), scaler)
+
+    reference, plain = build()
+    before = {name: param.detach().clone() for name, param in reference.named_parameters()}
+    expected = by_hand(reference, plain)
+    module, optimizer = build()
+    optimizer.clip_grad = 0.0
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
+    prepared_model, prepared = accelerator.prepare(module, optimizer)
+    seen = with_accelerate(accelerator, prepared_model, prepared, norm=0.1)
+    assert (seen.skips, seen.scales) == (expected.skips, expected.scales)
+    assert same_bits(snapshot(optimizer, module), snapshot(plain, reference))
+    for entries in optimizer.optimizer.state.values():
+        assert (entries["exp_avg"].dtype, entries["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
+    moved = {name for name, param in module.named_parameters() if not bits_equal(param, before[name])}
+    assert moved == {name for name in before if "lora" in name}

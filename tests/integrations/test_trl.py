@@ -93,3 +93,22 @@ def test_a_run_goes_on_in_new_processes_of_another_number(
 ) -> None:
     """FSDP2 in fp16: main params, weights, scale, trackers and counts are what was saved, bit for bit."""
     assert_others_take_it_up(ranks, kind, worlds, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_adapters_and_8_bit_moments(kind: str, tmp_path: Path) -> None:
+    """LoRA's adapters in fp16 over a frozen fp16 base, whose moments are 8-bit codes: they alone move."""
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    options = OPTIONS | {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"}
+    trainer = build(kind, tmp_path, torch.float16, options, peft_config=config)
+    before = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    trainer.train()
+    optimizer = optimizer_of(trainer)
+    assert optimizer.grad_scaler is not None
+    assert all("lora" in name for name, _ in optimizer.main_params())
+    for state in optimizer.state.values():
+        assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
+    moved = {name for name, param in trainer.model.named_parameters() if not bits_equal(param, before[name])}
+    assert moved
+    assert all("lora" in name for name in moved)

@@ -174,3 +174,20 @@ def test_a_run_without_16_bits_is_verls_own(model: str, ranks: RankPool, tmp_pat
     [resumed] = ranks.run(1, resume_on_rank, model, str(tmp_path / "saved"), "fp32", "fp16", PLAIN, timeout=SECONDS)
     assert all(torch.equal(resumed["at_save"][name], value) for name, value in ran["at_save"].items())
     assert _scale(resumed, 0) == 2.0**12
+
+
+def test_adapters_over_a_frozen_base_go_on_after_a_restart(model: str, ranks: RankPool, tmp_path: Path) -> None:
+    """LoRA: adapters in fp16 have main params, the base in fp16 has none and does not move; two ranks, then four."""
+    setup: Any = (model, str(tmp_path / "saved"), "fp16", "fp16", PLAIN, "fsdp2", 2)
+    whole = ranks.run(2, train_on_rank, *setup, timeout=SECONDS)
+    [saved, ended] = [whole[0][time] for time in ("at_save", "at_end")]
+    assert all("lora" in name for name in saved if name.startswith("main."))
+    assert any(name.startswith("main.") for name in saved)
+    moved = {name for name in saved if not torch.equal(saved[name], ended[name]) and name.startswith("weight.")}
+    assert moved
+    assert all("lora" in name for name in moved)
+    for one, other in zip(ranks.run(2, resume_on_rank, *setup, timeout=SECONDS), whole, strict=True):
+        assert same_bits(one["at_save"], other["at_save"])
+        assert same_bits(one["at_end"], other["at_end"])
+    for one in ranks.run(4, resume_on_rank, *setup, timeout=SECONDS):
+        assert same_bits(one["at_save"], saved)

@@ -38,8 +38,12 @@ def engine_of(
     computes: str,
     optimizer: dict[str, Any],
     strategy: str = "fsdp2",
+    adapters: int = 0,
 ) -> Any:
-    """Return the engine that verl's registry gives for an NVIDIA GPU, on this CPU, ready to train."""
+    """Return the engine that verl's registry gives for an NVIDIA GPU, on this CPU, ready to train.
+
+    ``adapters``: the rank of LoRA's adapters, over a frozen base; 0: none.
+    """
     os.environ |= ENVIRONMENT
     from verl.models.transformers import monkey_patch
     from verl.trainer.config import CheckpointConfig
@@ -53,6 +57,8 @@ def engine_of(
         override_config={"attn_implementation": "eager"},
         use_remove_padding=False,
         enable_gradient_checkpointing=False,
+        lora_rank=adapters,
+        lora_alpha=2 * adapters,
     )
     engine = EngineRegistry.new(
         "language_model",
