@@ -38,7 +38,7 @@ WAITS: dict[str, tuple[str, int, Setup, tuple[str, ...]]] = {
         ("step", "offload", "read", "step"),
     ),
     "statistics of gradients": ("utils.collectives all_reduce_sum_", 2, _setup("elements", **OVERLAP), STEPS),
-    "gathered params": ("utils.collectives _keep_error", 2, _setup("elements", ahead=True), STEPS),
+    "gathered params": ("utils.collectives wait", 2, _setup("elements", ahead=True), STEPS),
     "reduced gradients": ("grad_sync.reduction end", 2, _setup("synced"), STEPS),
     "reduced shards": ("grad_sync.reduction end", 2, _setup("parameters"), STEPS),
     "shards of two copies": ("grad_sync.reduction wait_for_replicas", 4, _setup("hybrid"), STEPS),
