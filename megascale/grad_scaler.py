@@ -109,7 +109,10 @@ class MegatronGradScaler(ABC):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "backend"}  # its kernels cannot be copied
+        # Not the backend, whose kernels cannot be copied. Of tensors clones: torch.multiprocessing hands on the memory
+        # of a tensor on the host, and all ranks that it starts with this scaler would update one scale.
+        state = {name: value for name, value in vars(self).items() if name != "backend"}
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     @abstractmethod
     def update(self, found_inf: bool | Tensor) -> None:
@@ -117,10 +120,9 @@ class MegatronGradScaler(ABC):
 
     def rehearse(self, found_inf: Tensor) -> None:
         """Run the device work of :meth:`update` on a copy of the state."""
-        twin = copy.copy(self)
-        clones = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
-        vars(twin).update(vars(self) | clones)
-        twin.update(found_inf)
+        copied = copy.copy(self)
+        copied.backend = self.backend
+        copied.update(found_inf)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """The scalers: their rule against an oracle, their state dicts, and everything they refuse."""
 
 import math
+import pickle
 import random
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -277,3 +279,11 @@ def test_state_is_where_it_was_asked_for() -> None:
         assert _places(scaler) == {"meta"}
         assert scaler.device.type == "meta"
     assert _places(DynamicGradScaler(**DEFAULTS, device="meta")) == {"meta"}
+
+
+def test_processes_that_are_given_one_scaler_have_one_each() -> None:
+    """As torch.multiprocessing.spawn does, to which a tensor on the host is memory that processes share."""
+    given = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 1000, 1)
+    first, second = (pickle.loads(ForkingPickler.dumps(given)) for _ in range(2))
+    first.update(True)
+    assert [float(scaler.scale) for scaler in (given, first, second)] == [2.0**10, 2.0**9, 2.0**10]
