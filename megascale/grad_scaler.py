@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -109,10 +110,15 @@ class MegatronGradScaler(ABC):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Not the backend, whose kernels cannot be copied. Of tensors clones: torch.multiprocessing hands on the memory
-        # of a tensor on the host, and all ranks that it starts with this scaler would update one scale.
+        # Not the backend, whose kernels cannot be copied. Values on the host as arrays: torch.multiprocessing hands on
+        # a tensor's memory, and all ranks that it starts with this scaler would update one scale.
         state = {name: value for name, value in vars(self).items() if name != "backend"}
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+        on_host = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.is_cpu}
+        return state | {name: value.numpy().copy() for name, value in on_host.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+        vars(self).update(state | {name: torch.from_numpy(value) for name, value in arrays.items()})
 
     @abstractmethod
     def update(self, found_inf: bool | Tensor) -> None:
@@ -121,7 +127,8 @@ class MegatronGradScaler(ABC):
     def rehearse(self, found_inf: Tensor) -> None:
         """Run the device work of :meth:`update` on a copy of the state."""
         copied = copy.copy(self)
-        copied.backend = self.backend
+        clones = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        vars(copied).update(vars(self) | clones)
         copied.update(found_inf)
 
     @abstractmethod
