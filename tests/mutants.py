@@ -31,6 +31,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+LIBRARIES = ROOT / "megascale/kernels/native/libraries"
+"""Built at installation: without them no test runs where they could be built."""
 # What the project exists for: the step and what it stands on. Programs, adapters, file formats and pages are not in it,
 # nor is what runs on a GPU only.
 OUTSIDE = (
@@ -212,6 +214,8 @@ class Executed:
     seconds: dict[str, float] = field(default_factory=dict)
     always: set[int] = field(default_factory=set)
     """Executed on import: any test may notice."""
+    failed: set[str] = field(default_factory=set)
+    """Tests that fail without a mutant, as those of what may be written do beside marks: no mutant meets them."""
 
     def taken(self) -> list[int]:
         """Return the mutants whose marks were met since the last call."""
@@ -227,22 +231,26 @@ class Executed:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note what each test has executed, with what was set up for it."""
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        if report.failed:
+            self.failed.add(report.nodeid)
         for number in self.taken():
-            tests = self.tests.setdefault(number, [])
-            if report.nodeid not in tests:
-                tests.append(report.nodeid)
+            self.tests.setdefault(number, []).append(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
         """Write everything for the process that waits."""
-        found = {"tests": self.tests, "seconds": self.seconds, "always": sorted(self.always)}
+        found = {"tests": self.tests, "seconds": self.seconds, "always": [*self.always], "failed": [*self.failed]}
         (self.marks.parent / "executed.json").write_text(json.dumps(found))
 
     @staticmethod
     def read(folder: Path) -> "Executed":
-        """Return what a run has written."""
+        """Return what a run has written of the tests that passed, each once."""
         found = json.loads((folder / "executed.json").read_text())
-        tests = {int(number): names for number, names in found["tests"].items()}
-        return Executed(folder, tests, found["seconds"], set(found["always"]))
+        seconds = {name: taken for name, taken in found["seconds"].items() if name not in found["failed"]}
+        tests = {
+            int(number): [name for name in dict.fromkeys(names) if name in seconds]
+            for number, names in found["tests"].items()
+        }
+        return Executed(folder, tests, seconds, set(found["always"]))
 
     def of(self, number: int) -> list[str]:
         """Return the tests to run, those of the quickest file first."""
@@ -264,18 +272,18 @@ class Copy:
     """A copy of the repository in which mutants live, one after the other."""
 
     def __init__(self, folder: Path, limit: float = SECONDS) -> None:
-        self.folder, self.marks = folder / "repository", folder / "marks"
-        self.limit = limit
+        self.folder, self.marks, self.limit = folder / "repository", folder / "marks", limit
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in filter(None, files.split("\0")):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, self.folder / name, follow_symlinks=False)
+        shutil.copytree(LIBRARIES, self.folder / LIBRARIES.relative_to(ROOT))
 
     def executed(self, sample: list[Mutant]) -> Executed:
         """Run all default tests and return which of them execute which mutants."""
         with self.marking(sample) as environment:
             done = self._pytest(["-p", "tests.mutants"], environment, None)
-        if done.returncode > 1:  # 1: tests of what may be written fail, as the marks are written
+        if done.returncode > 1:  # 1: tests failed, which are left out
             sys.exit(f"the tests do not run:\n{done.stdout[-3000:]}")
         print(*re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE), sep="\n")
         return Executed.read(self.marks.parent)

@@ -9,13 +9,12 @@ Mutants are drawn until as many are found as ``--sample`` says whose statement t
 import argparse
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.mutants import ROOT, Copy, core, mutants_of
+from tests.mutants import Copy, core, mutants_of
 
 
 def lived(copy: Copy, given: argparse.Namespace, environment: dict[str, str]) -> str:
@@ -50,9 +49,6 @@ def main() -> None:
     drawn = random.Random(given.seed).sample(everything, 5 * given.sample)
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
-        for library in (ROOT / "megascale").rglob("*.so"):  # built at installation
-            (copy.folder / library.relative_to(ROOT)).parent.mkdir(exist_ok=True)
-            shutil.copy2(library, copy.folder / library.relative_to(ROOT))
         with copy.marking(drawn) as environment:
             told = lived(copy, given, environment)
         if told:
