@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from megascale.kernels import AdamHyper, Decision, HeldParams, LionHyper, Operands, SgdHyper
+from megascale.kernels import AdamHyper, Decision, LionHyper, Operands, SgdHyper
 from megascale.kernels.compact_moments import SCALE_SUFFIX
 from megascale.kernels.decision import GradWeights, ScaleRule
 from megascale.kernels.remainders import REMAINDER_DTYPE
@@ -139,9 +139,10 @@ class Memory:
         operands.step.extend([torch.zeros(())] * len(main))
         return operands
 
-    def held(self, model: torch.dtype) -> HeldParams:
+    def held(self, model: torch.dtype) -> Operands:
         """Return what decodes and encodes main params."""
-        return HeldParams(self.column(model), self.column(REMAINDER_DTYPE), self.column(SINGLE))
+        models, remainders = self.column(model), self.column(REMAINDER_DTYPE)
+        return Operands(model=models, remainder=remainders, main=self.column(SINGLE))
 
 
 def _decision() -> Decision:
@@ -182,7 +183,7 @@ def lion(model: torch.dtype, grad: torch.dtype, held: bool = False) -> Call:
 
 def writing_back(model: torch.dtype) -> Call:
     """Rounding main params into model params."""
-    return lambda backend, memory: backend.write_back_(memory.column(SINGLE), memory.column(model))
+    return lambda backend, memory: backend.write_back_(Operands(main=memory.column(SINGLE), model=memory.column(model)))
 
 
 def decoding(model: torch.dtype) -> Call:

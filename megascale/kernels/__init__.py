@@ -18,7 +18,7 @@ from megascale.kernels.decision import (
     stats_dtype,
 )
 from megascale.kernels.native.backend import NativeBackend
-from megascale.kernels.protocol import Backend, HeldParams, Operands
+from megascale.kernels.protocol import Backend, Operands
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.selection import host_backend, select_backend, why_not
 from megascale.kernels.tensors.checked_memory import (
@@ -45,7 +45,6 @@ __all__ = [
     "Forms",
     "GradReader",
     "GradWeights",
-    "HeldParams",
     "LionHyper",
     "ListReader",
     "MemoryRecord",

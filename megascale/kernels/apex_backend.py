@@ -42,6 +42,7 @@ from megascale.errors import UsageError
 from megascale.kernels.blocks import Row, Split, blocks_of, pieces_of
 from megascale.kernels.decision import Decision, TensorStats, stats_dtype
 from megascale.kernels.protocol import Operands
+from megascale.kernels.remainders import takes_remainders
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper
 
@@ -81,6 +82,7 @@ class ApexBackend(TorchBackend):
             columns.append(_stacked([piece.numel() - piece.count_nonzero() for piece in pieces]))
         return TensorStats.of_pieces(torch.stack(columns, dim=1), num_pieces)
 
+    @takes_remainders
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         slow = super().adam_

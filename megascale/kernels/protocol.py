@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megascale.kernels.compact_moments import is_scale
 from megascale.kernels.decision import Decision, GradWeights, ScaleRule, TensorStats
-from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 T = TypeVar("T")
@@ -23,7 +22,7 @@ FP16_OVERFLOW = 65520.0
 class Operands:
     """The tensors of one update. All lists have one entry per parameter; entries of one parameter share a shape.
 
-    A list may be a TensorList, too: what that has read is not read again, and a part of it has it as well.
+    A list may be a TensorList, too: what that has read is not read again.
 
     The same object may be passed again with another ``grad``, as long as no other tensor has moved.
 
@@ -39,8 +38,10 @@ class Operands:
             nothing depends on them; 8-bit codes do.
         start: of each parameter, the index of its first element in the whole parameter, a multiple of 32: 8-bit
             codes depend on it. Empty: 0.
-        remainder: int16, contiguous as ``model`` is: main params are held as remainders, and ``main`` has no memory.
-            For backends that have ``fuses_remainders``. Empty: ``main`` holds the values.
+        remainder: int16, contiguous as ``model`` is: main params are held as remainders, see
+            :mod:`megascale.kernels.remainders`, and ``main`` has no memory in an update. Empty: ``main`` holds the
+            values.
+        tables: what backends have made of all tensors but gradients.
     """
 
     model: list[Tensor] = field(default_factory=list)
@@ -50,18 +51,17 @@ class Operands:
     step: list[Tensor] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
     remainder: list[Tensor] = field(default_factory=list)
+    tables: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def has_codes(self) -> bool:
         """Whether a state is held as 8-bit codes."""
         return any(map(is_scale, self.state))
 
-    def pick(self, indices: list[int]) -> "Operands":
+    def pick(self, indices: Sequence[int]) -> "Operands":
         """Return the operands of the parameters at ``indices``. A list that is empty, as unused ones are, stays so."""
 
-        def pick(column: Sequence[T]) -> Any:
-            if isinstance(column, TensorList):
-                return column.pick(indices)
+        def pick(column: Sequence[T]) -> list[T]:
             return [column[index] for index in indices] if column else []
 
         return Operands(
@@ -73,27 +73,6 @@ class Operands:
             step=pick(self.step),
             remainder=pick(self.remainder),
         )
-
-
-@dataclass(eq=False)
-class HeldParams:
-    """Parameters of one device whose main params are held as remainders. All lists have one entry per parameter.
-
-    The same object may be passed again as long as no tensor has moved.
-
-    Attributes:
-        models: model params, fp16 or bf16.
-        remainders: int16, like ``models``; see :mod:`megascale.kernels.remainders`.
-        mains: memory for the decoded main params, fp32, like ``models``.
-    """
-
-    models: list[Tensor]
-    remainders: list[Tensor]
-    mains: list[Tensor]
-
-    def pick(self, indices: Sequence[int]) -> "HeldParams":
-        """Return the parameters at ``indices``."""
-        return HeldParams(*([column[i] for i in indices] for column in (self.models, self.remainders, self.mains)))
 
 
 def flags_at(indices: Sequence[int], flags: Tensor, count: int) -> Tensor:
@@ -114,8 +93,6 @@ class Backend(Protocol):
     """
 
     name: str
-    fuses_remainders: bool
-    """Whether updates take :attr:`Operands.remainder`."""
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """One pass over ``grads``, of which one is there at least, in the dtypes they have. Numbers of None are 0."""
@@ -169,15 +146,15 @@ class Backend(Protocol):
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """Update with state ``exp_avg``, then round main into model."""
 
-    def decode_(self, held: HeldParams) -> None:
-        """Write the main params of ``held``, at least one."""
+    def decode_(self, operands: Operands) -> None:
+        """Write the main params, fp32, of ``operands`` that have remainders, at least one."""
 
-    def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
-        """Write model params and remainders for the main params of ``held``, unless ``found_inf`` is set.
+    def encode_(self, operands: Operands, found_inf: Tensor) -> Tensor:
+        """Write model params and remainders for the main params of ``operands``, unless ``found_inf`` is set.
 
         A finite element that would round to inf in fp16 keeps its model param and remainder. Returns a bool tensor of
         shape [parameters]: whether the main param's rounding into fp16 is not finite.
         """
 
-    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
-        """Round main params (at least one) into their model params."""
+    def write_back_(self, operands: Operands) -> Tensor:
+        """Round main params (at least one) into their model params, also those without a gradient."""

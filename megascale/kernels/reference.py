@@ -11,7 +11,7 @@ from torch import Tensor
 from megascale.kernels.compact_moments import decode_moments, encode_moments, exact_root
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
 from megascale.kernels.protocol import FP16_OVERFLOW, Operands, flags_at
-from megascale.kernels.remainders import TorchRemainders
+from megascale.kernels.remainders import TorchRemainders, takes_remainders
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
@@ -40,6 +40,7 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
         """See :class:`megascale.kernels.Backend`."""
         return [grad.to(main.dtype) * coefficient for grad, main in zip(grads, mains, strict=True)]
 
+    @takes_remainders
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         found, lr = decision.found_inf != 0, _exact(hyper.lr)
@@ -75,6 +76,7 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
             step.add_(1 - decision.found_inf)
         return self._round(operands)
 
+    @takes_remainders
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`.
 
@@ -101,6 +103,7 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
                 operands.step[index].add_(1 - decision.found_inf)
         return self._round(operands)
 
+    @takes_remainders
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         found, lr = decision.found_inf != 0, _exact(hyper.lr)
@@ -118,17 +121,15 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
 
     def _round(self, operands: Operands) -> Tensor:
         """Round main params that have a gradient into their model params. Returns the overflow flags of all."""
-        every = enumerate(zip(operands.main, operands.model, operands.grad, strict=True))
-        rows = [(index, main, model) for index, (main, model, grad) in every if grad is not None]
-        if not rows:
+        there = [index for index, grad in enumerate(operands.grad) if grad is not None]
+        if not there:
             return torch.zeros(len(operands.main), dtype=torch.bool, device=operands.main[0].device)
-        there, mains, models = map(list, zip(*rows, strict=True))
-        return flags_at(there, self.write_back_(mains, models), len(operands.main))
+        return flags_at(there, self.write_back_(operands.pick(there)), len(operands.main))
 
-    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
+    def write_back_(self, operands: Operands) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         flags = []
-        for main, model in zip(mains, models, strict=True):
+        for main, model in zip(operands.main, operands.model, strict=True):
             if model is not main:
                 model.copy_(main)
             finite = (

@@ -19,12 +19,15 @@ the model param alone is the main param. So whatever the remainder, the decoded 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import wraps
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascale.kernels.protocol import FP16_OVERFLOW, HeldParams, Operands, flags_at
+from megascale.kernels.decision import Decision
+from megascale.kernels.protocol import FP16_OVERFLOW, Operands, flags_at
 
 REMAINDER_DTYPE = torch.int16
 MOST = 32767
@@ -33,8 +36,8 @@ FP16_INF = 0x7C00
 FP16_LINEAR = 0x0100
 """The bits of 2**-16 in fp16: below, remainders are of fixed point."""
 UNIT = 2.0**40
-_TOGETHER = 1 << 20
-"""Elements that are joined: a larger parameter is encoded alone."""
+DECODED_NUMEL = 1 << 20
+"""Elements that are decoded at a time. A larger parameter is decoded alone, whole."""
 
 
 def encode(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -89,57 +92,78 @@ class TorchRemainders:
     Small parameters are decoded and encoded together, so that the number of kernels does not grow with them.
     """
 
-    fuses_remainders = False
-
-    def decode_(self, held: HeldParams) -> None:
+    def decode_(self, operands: Operands) -> None:
         """See :class:`megascale.kernels.Backend`."""
-        for indices in _joinable(held.models):
-            part = held.pick(indices)
-            decoded = decode(_joined(part.models), _joined(part.remainders))
-            torch._foreach_copy_(part.mains, _parts(decoded, part.mains))
+        for indices in decoded_together(operands.model):
+            part = operands.pick(indices)
+            decoded = decode(_joined(part.model), _joined(part.remainder))
+            torch._foreach_copy_(part.main, _parts(decoded, part.main))
 
-    def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
+    def encode_(self, operands: Operands, found_inf: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         skipped = (found_inf != 0).reshape(())
-        flags = [torch.zeros_like(skipped)] * len(held.models)
-        for indices in _joinable(held.models):
-            part = held.pick(indices)
-            main, model, remainder = map(_joined, (part.mains, part.models, part.remainders))
+        flags = [torch.zeros_like(skipped)] * len(operands.model)
+        for indices in decoded_together(operands.model):
+            part = operands.pick(indices)
+            main, model, remainder = map(_joined, (part.main, part.model, part.remainder))
             rounded, left = encode(main, model.dtype)
             keeps = skipped
             if model.dtype == torch.float16:
                 is_large = ~(main.abs() < FP16_OVERFLOW)
                 keeps = skipped | (is_large & main.isfinite())
-                overflowed = (_sums(is_large, part.models) > 0) & ~skipped
+                overflowed = (_sums(is_large, part.model) > 0) & ~skipped
                 for index, flag in zip(indices, overflowed.unbind(), strict=True):
                     flags[index] = flag
-            torch._foreach_copy_(part.models, _parts(torch.where(keeps, model, rounded), part.models))
-            torch._foreach_copy_(part.remainders, _parts(torch.where(keeps, remainder, left), part.remainders))
+            torch._foreach_copy_(part.model, _parts(torch.where(keeps, model, rounded), part.model))
+            torch._foreach_copy_(part.remainder, _parts(torch.where(keeps, remainder, left), part.remainder))
         return torch.stack(flags)
 
-    def on_decoded(self, operands: Operands, update: Callable[[Operands], Tensor], found_inf: Tensor) -> Tensor:
-        """Run ``update`` on main params that are decoded for this call alone. Returns the overflow flags.
+    def on_decoded(self, operands: Operands, update: Callable[[Operands], Any], found_inf: Tensor) -> Tensor:
+        """Run ``update`` on main params that are decoded before and encoded after it, some at a time.
 
-        Those without a gradient are not decoded: encoding could give them another remainder.
+        ``update`` gets operands that are their own model params. Those without a gradient are not decoded: encoding
+        could give them another remainder. Returns what :meth:`encode_` does.
         """
         there = [index for index, grad in enumerate(operands.grad) if grad is not None]
-        if not there:
+
+        def flags_of(places: Sequence[int]) -> Tensor:  # when it returns, its main params' memory is free for the next
+            part = operands.pick([there[place] for place in places])
+            part.main = [torch.empty_like(model, dtype=torch.float32) for model in part.model]
+            self.decode_(part)
+            update(replace(part, model=part.main, remainder=[]))
+            return self.encode_(part, found_inf)
+
+        flags = list(map(flags_of, decoded_together([operands.model[index] for index in there])))
+        if not flags:
             return torch.zeros(len(operands.model), dtype=torch.bool, device=operands.model[0].device)
-        count, operands = len(operands.model), operands.pick(there)
-        mains = [torch.empty_like(model, dtype=torch.float32) for model in operands.model]
-        held = HeldParams(operands.model, operands.remainder, mains)
-        self.decode_(held)
-        update(replace(operands, main=mains, model=mains, remainder=[]))
-        return flags_at(there, self.encode_(held, found_inf), count)
+        return flags_at(there, torch.cat(flags), len(operands.model))
 
 
-def _joinable(models: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of neighbours of one dtype that are small enough to be joined."""
+Update = Callable[[Any, Operands, Any, Decision], Tensor]
+
+
+def takes_remainders(update: Update) -> Update:
+    """Decorate a backend's update of main params: those that are held as remainders are decoded for it."""
+
+    @wraps(update)
+    def decoding(backend: Any, operands: Operands, hyper: Any, decision: Decision) -> Tensor:
+        if not operands.remainder:
+            return update(backend, operands, hyper, decision)
+        flags: Tensor = backend.on_decoded(
+            operands, lambda decoded: update(backend, decoded, hyper, decision), decision.found_inf
+        )
+        return flags
+
+    return decoding
+
+
+def decoded_together(models: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the indices of neighbours of one dtype that are few enough elements to be decoded together."""
     indices: list[int] = []
     numel = 0
     for index, model in enumerate(models):
         numel += model.numel()
-        if indices and (numel > _TOGETHER or model.dtype != models[indices[0]].dtype):
+        if indices and (numel > DECODED_NUMEL or model.dtype != models[indices[0]].dtype):
             yield indices
             indices, numel = [], model.numel()
         indices.append(index)

@@ -15,7 +15,7 @@ from megascale.kernels.blocks import Block, RoundingWatch, Split, blocks_of
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import Operands
 from megascale.kernels.reference import ReferenceBackend
-from megascale.kernels.remainders import TorchRemainders
+from megascale.kernels.remainders import TorchRemainders, takes_remainders
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 
@@ -39,6 +39,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
             torch._foreach_mul_(unscaled, coefficient)
         return unscaled
 
+    @takes_remainders
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         if operands.has_codes:
@@ -75,6 +76,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
 
         return _by_blocks(split, update_, decision, lambda rest: self._reference.adam_(rest, hyper, decision))
 
+    @takes_remainders
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         if hyper.momentum != 0 and hyper.dampening != 0:
@@ -102,6 +104,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
         split = Split(operands, ["momentum_buffer"] if hyper.momentum != 0 else [])
         return _by_blocks(split, update_, decision, lambda rest: self._reference.sgd_(rest, hyper, decision))
 
+    @takes_remainders
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`. torch has no Lion kernel: the reference's code runs in cache."""
 
@@ -112,8 +115,9 @@ class TorchBackend(TorchDecisions, TorchRemainders):
         split = Split(operands, ["exp_avg"])
         return _by_blocks(split, update_, decision, lambda rest: self._reference.lion_(rest, hyper, decision))
 
-    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
+    def write_back_(self, operands: Operands) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
+        mains, models = operands.main, operands.model
         torch._foreach_copy_(models, mains)
         watch = RoundingWatch(len(mains))
         watch.observe(range(len(mains)), mains, models)

@@ -209,10 +209,7 @@ class MainParams:
         return self._units
 
     def make_units(self) -> list[UpdateUnit]:
-        """Return the units of :attr:`ordered`: here one for each param group.
-
-        Those in host memory are cut into slices: while one travels, the next is updated.
-        """
+        """Return the units of :attr:`ordered`: here as few as there can be of each param group."""
         return [unit for group, params in enumerate(self.ordered) for unit in units_of(group, params)]
 
     def live_in_host_memory(self, config: StepConfig, device: torch.device) -> None:

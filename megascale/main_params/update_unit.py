@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from megascale.kernels import GradReader
 from megascale.main_params.main_param import MainParam
-from megascale.utils.dtensors import is_dtensor
+from megascale.utils.dtensors import held, is_dtensor
 
 SLICE = 1 << 24
 """Elements, about, that are updated in host memory before their weights travel."""
@@ -12,7 +14,9 @@ SLICE = 1 << 24
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class UpdateUnit:
-    """Main params that one kernel call updates. The same object is kept, for caches, until params or memory change.
+    """Main params that one kernel call updates: of one param group and device, all held as remainders or none.
+
+    The same object is kept, for caches, until params or memory change.
 
     Attributes:
         group: the index of their param group.
@@ -41,17 +45,21 @@ class UpdateUnit:
 
 
 def units_of(group: int, params: list[MainParam]) -> list[UpdateUnit]:
-    """Return units of parameters of one group: one of all on the device, and slices of those in host memory."""
-    here = [param for param in params if param.on_host is None]
-    made = [UpdateUnit(group, here)] if here or not params else []
-    there: list[MainParam] = []
-    numel = 0
+    """Return the units of parameters of one group; first those on devices, then slices of those in host memory."""
+    alike: dict[tuple[bool, torch.device, bool], list[MainParam]] = {}
     for param in params:
-        if param.on_host is None:
-            continue
-        if there and numel + param.main.numel() > SLICE:
-            made.append(UpdateUnit(group, there))
-            there, numel = [], 0
-        there.append(param)
-        numel += param.main.numel()
-    return [*made, UpdateUnit(group, there)] if there else made
+        kind = param.on_host is not None, held(param.memory).device, param.remainder is not None
+        alike.setdefault(kind, []).append(param)
+    units: list[UpdateUnit] = []
+    for kind in sorted(alike, key=lambda kind: kind[0]):
+        taken: list[MainParam] = []
+        numel = 0
+        for param in alike[kind]:
+            # While a slice travels, the next one is updated.
+            if taken and param.on_host is not None and numel + param.main.numel() > SLICE:
+                units.append(UpdateUnit(group, taken))
+                taken, numel = [], 0
+            taken.append(param)
+            numel += param.main.numel()
+        units.append(UpdateUnit(group, taken))
+    return units

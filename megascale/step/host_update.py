@@ -109,9 +109,9 @@ class HostUpdate(InnerUpdate):
         return "optimizer_cpu_offload=True: a thread of the host computes the update"
 
     @override
-    def release_scratch(self) -> None:
-        self._host.release_scratch()
-        self._beside.release_scratch()
+    def release_memory(self) -> None:
+        self._host.release_memory()
+        self._beside.release_memory()
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:

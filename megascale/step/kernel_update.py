@@ -1,11 +1,10 @@
 """The rules of :mod:`megascale.rules` on kernels, which read ``found_inf`` on the device."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +18,6 @@ from megascale.kernels import (
     Decision,
     Operands,
     ReferenceBackend,
-    TensorList,
 )
 from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.main_param import MainParam
@@ -27,43 +25,18 @@ from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import CODE_DTYPES, MOMENTS, Hyper, Rule
 from megascale.rules.options import require_options
 from megascale.step.compact_state import require_supported, start_of, with_scales
-from megascale.step.decoded import DecodedParams, decoded_together, scratch_numel
 from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import KernelState, rate
 from megascale.step.torch_step import GeneralUpdate
-from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, OverflowFlags, PendingUpdate, Prepared
+from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import held, to_local
 
 _STORAGE: Callable[[Tensor], Any] = Tensor.untyped_storage
 _ADDRESS: Callable[[Any], int] = torch.UntypedStorage.data_ptr
 
 
-class _UnitOperands(NamedTuple):
-    """The operands of a unit. Its main params and state never move: only their storages may, as into shared memory.
-
-    Attributes:
-        names: of the state.
-        prepared: without gradients.
-        storages: of main params and state. Held, so that no address is that of other memory.
-        addresses: of these.
-    """
-
-    names: list[str]
-    prepared: list[Prepared]
-    storages: list[torch.UntypedStorage]
-    addresses: list[int]
-
-
-class _CachedHyper(NamedTuple):
-    """A group's hyperparameters and the names of its state, and the values of the options that they were made of."""
-
-    values: list[Any]
-    hyper: Any
-    state_names: list[str]
-
-
 class KernelUpdate(InnerUpdate):
-    """Runs an optimizer's rule: state made at once, one kernel call per unit and device.
+    """Runs an optimizer's rule: state made at once, one kernel call per unit.
 
     With step hooks, or options that the rule's kernels cannot run, the optimizer's own ``step()`` runs instead.
 
@@ -82,19 +55,14 @@ class KernelUpdate(InnerUpdate):
         self.backend = backend
         self.rule = rule
         self._kernel = rule.kernel or ""
-        is_own = hasattr(backend, self._kernel)
-        self._kernels = backend if is_own else ReferenceBackend()
-        # Else main params that are held as remainders are decoded for run().
-        self.fuses_remainders = is_own and backend.fuses_remainders
+        self._kernels = backend if hasattr(backend, self._kernel) else ReferenceBackend()
         self.general = GeneralUpdate(optimizer, backend, inner_step)
-        self._prepared: WeakKeyDictionary[UpdateUnit, _UnitOperands] = WeakKeyDictionary()
-        self._hypers: dict[int, _CachedHyper] = {}
+        self._calls: WeakKeyDictionary[UpdateUnit, KernelCall] = WeakKeyDictionary()
         self._option_names = ("lr", *rule.numbers, *rule.flags)
         self._read_names = (*self._option_names, *rule.may_read)
         dtypes = {name: moment.dtype(getattr(config, moment.field)) for name, moment in MOMENTS.items()}
         require_supported(dtypes, optimizer, backend)
         self._dtypes = dtypes
-        self._scratch: dict[torch.device, Tensor] = {}
         self._state = KernelState(optimizer, dtypes, rule.optional_state)
 
     @property
@@ -112,66 +80,44 @@ class KernelUpdate(InnerUpdate):
         return self._state.take_in()
 
     @override
-    def release_scratch(self) -> None:
-        self._prepared.clear()
-        self._scratch.clear()
+    def release_memory(self) -> None:
+        self._calls.clear()
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        is_obstructed, cached = self.general.inner_step.is_hooked, list[_CachedHyper | None]()
+        is_obstructed, are_same = self.general.inner_step.is_hooked, list[bool]()
         for pending in updates:
-            known = self._hypers.get(pending.unit.group)
+            call = self._calls.get(pending.unit)
             # Hyperparameters serve while the options are the same objects as when they were read.
-            if known is None or not all(map(is_, known.values, map(pending.options.get, self._read_names))):
-                known = None
+            same = call is not None and all(map(is_, call.values, map(pending.options.get, self._read_names)))
+            if not same:
                 require_options(pending.options, self._option_names)
                 is_obstructed = is_obstructed or self.rule.obstacle(pending.options) is not None
-            cached.append(known)
+            are_same.append(same)
         if is_obstructed:
             self._require_readable(updates)
             return self.general.prepare(updates)
-        hypers = []
-        for pending, known in zip(updates, cached, strict=True):
-            if known is None:
-                values = [pending.options.get(name) for name in self._read_names]
-                names = with_scales(self.required_state(pending.options), self._dtypes)
-                known = _CachedHyper(values, self.hyper(pending.options), names)
-                if all(map(_is_constant, values)):  # others can be written, and stay the same object
-                    self._hypers[pending.unit.group] = known
-            hypers.append(known)
-        prepared = []
-        for pending, operands, known in zip(updates, self._operands(updates, hypers), hypers, strict=True):
-            prepared.append(replace(pending, call=KernelCall(operands, known.hyper)))
-        return prepared
+        return [
+            replace(pending, call=self._call(pending.unit, pending.options, has_same_options=same))
+            for pending, same in zip(updates, are_same, strict=True)
+        ]
 
     @override
     def apply(
         self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
     ) -> list[OverflowFlags]:
-        if updates and updates[0].call is None:
-            return self.general.apply(updates, decision, mark_written)
         overflow_flags: list[OverflowFlags] = []
         for pending in updates:
-            prepared, hyper = pending.call or ([], None)
-            for one in prepared:
-                is_whole = len(one.indices) == len(pending.grads)
-                grads = pending.grads if is_whole else pending.grads.pick(one.indices)
-                if not grads.num_there:
-                    continue
-                params, operands, decoded = one.params, one.operands, one.decoded
-                there = decision.to(operands.main[0].device)
-                if decoded is not None and grads.missing:
-                    decoded = decoded.pick(grads.there)
-                if decoded is not None:
-                    decoded.decode(self.backend)
-                operands.grad = grads
-                flags = self.run(one, hyper, there)
-                operands.grad = ()  # cached operands must not keep gradients that the caller drops
-                if decoded is not None:
-                    params, flags = decoded.params, decoded.encode(self.backend, there)
-                if one.rounds_to_fp16:  # else no flag is ever set, and nobody need count them
-                    overflow_flags.append(OverflowFlags(params, flags))
-            mark_written(pending.unit)
+            call, unit = pending.call, pending.unit
+            if call is None:  # as in all updates: the optimizer's own step() is to run
+                return self.general.apply(updates, decision, mark_written)
+            operands = call.operands
+            operands.grad = pending.grads
+            flags = self.run(unit, operands, call.hyper, decision.to(operands.main[0].device))
+            operands.grad = ()  # operands are kept, and must not keep gradients that the caller drops
+            if call.rounds_to_fp16:  # else no flag is ever set, and nobody need count them
+                overflow_flags.append(OverflowFlags(unit.params, flags))
+            mark_written(unit)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return overflow_flags
@@ -224,47 +170,40 @@ class KernelUpdate(InnerUpdate):
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
         return self.rule.hyper(options, rate(options), type(self.optimizer))
 
-    def _operands(self, updates: Sequence[PendingUpdate], hypers: Sequence[_CachedHyper]) -> list[list[Prepared]]:
-        """Return the operands of each unit: those of an earlier step, while all of them serve; else new ones.
+    def _call(self, unit: UpdateUnit, options: dict[str, Any], *, has_same_options: bool) -> KernelCall:
+        """Return the kernel call of a unit: that of the step before, while all of it serves.
 
         Raises UsageError, before any value has changed, for state that an option needs and that was not loaded.
         """
-        found = []
-        for pending, known in zip(updates, hypers, strict=True):
-            kept = self._prepared.get(pending.unit)
-            if kept is None or kept.names != known.state_names or list(map(_ADDRESS, kept.storages)) != kept.addresses:
-                break
-            found.append(kept.prepared)
+        call = self._calls.get(unit)
+        # Main params and state never move. Only their storages may, as into shared memory.
+        serves = call is not None and list(map(_ADDRESS, call.storages)) == call.addresses
+        if call is not None and serves and has_same_options:
+            return call
+        values = [options.get(name) for name in self._read_names]
+        if not all(map(_is_constant, values)):
+            values = [object()]  # such a value can be written, and stay the same object
+        hyper, names = self.hyper(options), with_scales(self.required_state(options), self._dtypes)
+        if call is not None and serves and call.names == names:
+            call = call._replace(values=values, hyper=hyper)
         else:
-            return found
-        # All are made anew: scratch memory that grows for one unit is another one's, too.
-        units, names = [pending.unit for pending in updates], [known.state_names for known in hypers]
-        for unit, needed in zip(units, names, strict=True):
-            self._state.create(unit.params, needed, fills=False)
-        for unit in [] if self.fuses_remainders else units:
-            self._make_scratch([param for param in unit.params if param.remainder is not None])
-        found = []
-        for unit, needed in zip(units, names, strict=True):
-            state = self._state.columns(unit.params, needed)
+            self._state.create(unit.params, names, fills=False)
+            state = self._state.columns(unit.params, names)
             copies = (param.memory for param in unit.params if param.is_copy)
             storages = map(_STORAGE, map(held, chain(copies, *state.values())))
+            # Held, so that no address is that of other memory.
             by_address = {storage.data_ptr(): storage for storage in storages}
-            found.append(_prepare(unit.params, state, self._scratch, fuses=self.fuses_remainders))
-            self._prepared[unit] = _UnitOperands(needed, found[-1], list(by_address.values()), list(by_address))
-        return found
+            rounds_to_fp16 = any(param.is_copy and param.model.dtype == torch.float16 for param in unit.params)
+            operands = _operands(unit.params, state)
+            call = KernelCall(
+                values, hyper, names, operands, rounds_to_fp16, list(by_address.values()), list(by_address)
+            )
+        self._calls[unit] = call
+        return call
 
-    def _make_scratch(self, held: Sequence[MainParam]) -> None:
-        """Make memory that remainders can be decoded into; cached operands lie in the memory before, if any."""
-        for device, indices in _by_device(held).items():
-            params = [held[index] for index in indices]
-            most = max(scratch_numel([params[at] for at in together]) for together in decoded_together(params))
-            if device not in self._scratch or len(self._scratch[device]) < most:
-                self._scratch[device] = torch.empty(most, dtype=torch.float32, device=device)
-                self._prepared.clear()
-
-    def run(self, prepared: Prepared, hyper: Any, decision: Decision) -> Tensor:
-        """Call the kernel and return its overflow flags, one per parameter."""
-        flags: Tensor = getattr(self._kernels, self._kernel)(prepared.operands, hyper, decision)
+    def run(self, unit: UpdateUnit, operands: Operands, hyper: Any, decision: Decision) -> Tensor:
+        """Call the kernel and return its overflow flags, one per parameter of ``unit``."""
+        flags: Tensor = getattr(self._kernels, self._kernel)(operands, hyper, decision)
         return flags
 
 
@@ -275,64 +214,16 @@ def _is_constant(value: Any) -> bool:
     return value is None or type(value) in (float, int, bool, str)
 
 
-def _by_device(params: Sequence[MainParam]) -> dict[torch.device, list[int]]:
-    """Return the indices of parameters by the device of their main params."""
-    found: defaultdict[torch.device, list[int]] = defaultdict(list)
-    for index, param in enumerate(params):
-        found[to_local(param.memory).device].append(index)
-    return found
-
-
-def _prepare(
-    params: Sequence[MainParam],
-    state: Mapping[str, Sequence[Tensor]],
-    scratch: Mapping[torch.device, Tensor],
-    *,
-    fuses: bool,
-) -> list[Prepared]:
-    """Split a unit by device, and what is held as remainders into what is decoded together.
-
-    Args:
-        state: columns of the optimizer's state, one tensor for each of ``params``.
-        scratch: memory to decode into.
-        fuses: the update itself decodes remainders.
-    """
-    prepared = []
-    for device, indices in _by_device(params).items():
-        whole = [index for index in indices if params[index].remainder is None]
-        cut = [index for index in indices if params[index].remainder is not None]
-        prepared += [_prepared(params, chosen, state) for chosen in (whole, cut if fuses else []) if chosen]
-        if not fuses:
-            for places in decoded_together([params[index] for index in cut]):
-                together = [cut[place] for place in places]
-                decoded = DecodedParams([params[index] for index in together], scratch[device])
-                prepared.append(_prepared(params, together, state, decoded))
-    return prepared
-
-
-def _prepared(
-    params: Sequence[MainParam],
-    indices: list[int],
-    state: Mapping[str, Sequence[Tensor]],
-    decoded: DecodedParams | None = None,
-) -> Prepared:
-    """Return the operands of the ``params`` at ``indices``: all are held as remainders, or none is."""
-    chosen = [params[index] for index in indices]
-    mains = decoded.mains if decoded is not None else [to_local(param.main) for param in chosen]
-    # As for fp32 model params: a decoded main param is rounded when it is encoded.
-    is_rounded = [param.is_copy and decoded is None for param in chosen]
-    models = [param.rounded if own else main for param, main, own in zip(chosen, mains, is_rounded, strict=True)]
-    listed: Any = TensorList  # parts of it need not be read again
-    # By to_local() they are other tensors than those that programs see, and may point elsewhere.
-    columns = {name: listed([to_local(column[index]) for index in indices]) for name, column in state.items()}
-    operands = Operands(
-        model=listed(models),
-        main=listed(mains),
+def _operands(params: Sequence[MainParam], state: Mapping[str, Sequence[Tensor]]) -> Operands:
+    """Return the operands of a unit, without gradients. ``state``: one tensor for each of ``params``, by name."""
+    # By to_local() DTensors' are other tensors than those that programs see, and may point elsewhere.
+    mains = [to_local(param.main) for param in params]
+    columns = {name: [to_local(tensor) for tensor in column] for name, column in state.items()}
+    return Operands(
+        model=[param.rounded if param.is_copy else main for param, main in zip(params, mains, strict=True)],
+        main=mains,
         step=columns.pop("step", []),
         state=columns,
-        start=[start_of(param) for param in chosen] if any(map(is_scale, state)) else [],
+        start=[start_of(param) for param in params] if any(map(is_scale, state)) else [],
+        remainder=[to_local(param.remainder) for param in params if param.remainder is not None],
     )
-    if decoded is None and chosen[0].remainder is not None:
-        operands.remainder = [to_local(param.memory) for param in chosen]
-    rounds_to_fp16 = any(param.is_copy and param.model.dtype == torch.float16 for param in chosen)
-    return Prepared(chosen, indices, operands, rounds_to_fp16, decoded)

@@ -87,13 +87,13 @@ class _Loan:
             param.release()
         for unit in self.member.main_params.units():
             unit.record_version()
-        self.member.update.release_scratch()
+        self.member.update.release_memory()
 
     def settle(self) -> list[OverflowFlags]:
         """Round main params into model params, and gather these. Returns which main params did not fit."""
         flags = self._general.round_(self._params, self._decision)
         self.member.end_rounding()
-        self.member.update.release_scratch()  # state may lie elsewhere now
+        self.member.update.release_memory()  # state may lie elsewhere now
         return flags
 
 

@@ -186,7 +186,7 @@ class StepMember:
         mains = (param.memory for param in self.main_params if param.is_copy and param.on_host is None)
         held = (state for param, state in states_of(self.optimizer).items() if id(param) not in at_home)
         states = chain.from_iterable(map(tensors_in, held))
-        self.update.release_scratch()
+        self.update.release_memory()
         self.main_params.residence.leave(chain(mains, states), pin=pin)
         self.release_captured()  # graphs would keep the memory that is to be free
         try:

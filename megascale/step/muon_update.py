@@ -1,7 +1,9 @@
 """Muon's update. It reads the decision on the device: a skipped step changes nothing, and the host does not wait."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import is_not
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,12 +16,12 @@ from megascale.config import StepConfig
 from megascale.kernels import Backend, Decision, Operands
 from megascale.kernels.newton_schulz import iteration_dtype, orthogonalize
 from megascale.kernels.protocol import flags_at
-from megascale.main_params.main_param import MainParam
+from megascale.kernels.remainders import decoded_together
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import MUON, MuonHyper
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.matrix_exchange import Cut, MatrixExchange, cuts_of
-from megascale.step.update import PendingUpdate, Prepared
+from megascale.step.update import PendingUpdate
 from megascale.utils.dtensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ class _MatrixSet(NamedTuple):
     """Matrices that are updated together.
 
     Attributes:
-        indices: of their main params, among those of the unit.
+        indices: of their main params, among those of a part.
         shapes: of the whole matrices.
         exchange: brings each to its owner, and the result back. None: this rank has all of them.
     """
@@ -38,6 +40,20 @@ class _MatrixSet(NamedTuple):
     indices: list[int]
     shapes: list[torch.Size]
     exchange: MatrixExchange | None
+
+
+class _Part(NamedTuple):
+    """Matrices of a unit that are decoded together, where main params are held as remainders; else all.
+
+    Attributes:
+        indices: of their main params, among those of the unit.
+        operands: with memory for decoded main params.
+        sets: in the order of their update.
+    """
+
+    indices: list[int]
+    operands: Operands
+    sets: list[_MatrixSet]
 
 
 class MuonUpdate(KernelUpdate):
@@ -52,8 +68,12 @@ class MuonUpdate(KernelUpdate):
         super().__init__(optimizer, backend, config, MUON)
         self._dtype = config.muon_ns_dtype
         self._supported: WeakKeyDictionary[UpdateUnit, bool] = WeakKeyDictionary()
-        # Of the newest set of matrices that have a gradient: its indices, and which are updated together.
-        self._plans: WeakKeyDictionary[Operands, tuple[list[int], list[_MatrixSet]]] = WeakKeyDictionary()
+        self._decoded: dict[torch.device, Tensor] = {}
+
+    @override
+    def release_memory(self) -> None:
+        super().release_memory()
+        self._decoded.clear()
 
     @override
     def update_signature(self) -> str:
@@ -71,40 +91,55 @@ class MuonUpdate(KernelUpdate):
         return super().prepare(updates)
 
     @override
-    def run(self, prepared: Prepared, hyper: MuonHyper, decision: Decision) -> Tensor:
+    def run(self, unit: UpdateUnit, operands: Operands, hyper: MuonHyper, decision: Decision) -> Tensor:
         """Update the matrices, one set after the other."""
-        operands = prepared.operands
-        overflowed = torch.zeros(len(operands.main), dtype=torch.bool, device=decision.found_inf.device)
         skipped = (decision.found_inf != 0).reshape(())
         if skipped.device.type == "cpu" and skipped.item():
-            return overflowed
+            return torch.zeros(len(operands.main), dtype=torch.bool, device="cpu")
         there = [index for index, grad in enumerate(operands.grad) if grad is not None]
-        planned, plan = self._plans.get(operands, ([], []))
-        if planned != there:
-            plan = self._plan(prepared.params, there)
-            self._plans[operands] = there, plan
-        for matrices in plan:
-            self._update(operands.pick(matrices.indices), matrices, hyper, decision, skipped)
-        copies = [index for index in there if operands.main[index] is not operands.model[index]]
-        if not copies:
-            return overflowed
-        flags = self.backend.write_back_([operands.main[i] for i in copies], [operands.model[i] for i in copies])
-        return flags_at(copies, flags, len(operands.main))
+        kept = operands.tables.get(MuonUpdate)
+        # Parts serve while the same gradients are there. Decoded main params of all units share memory, which grows.
+        if kept is None or kept[0] != there or kept[1] is not self._decoded.get(skipped.device):
+            parts = self._parts(unit, operands, there)
+            kept = operands.tables[MuonUpdate] = there, self._decoded.get(skipped.device), parts
+        flags = []
+        for indices, part, sets in kept[2]:
+            part.grad = [operands.grad[index] for index in indices]
+            if part.remainder:
+                self.backend.decode_(part)
+            for matrices in sets:
+                self._update(part.pick(matrices.indices), matrices, hyper, decision, skipped)
+            part.grad = ()
+            if part.remainder:
+                flags.append(self.backend.encode_(part, decision.found_inf))
+            elif any(map(is_not, part.main, part.model)):
+                flags.append(self.backend.write_back_(part))
+            else:
+                flags.append(torch.zeros(len(indices), dtype=torch.bool, device=skipped.device))
+        return flags_at(there, torch.cat(flags), len(operands.main))
 
-    def _plan(self, params: Sequence[MainParam], there: Sequence[int]) -> list["_MatrixSet"]:
-        """Return which matrices are updated together: those that share an exchange; every other one alone.
-
-        ``there``: indices of the parameters that have a gradient.
-
-        One by one also where many have one shape: a library may multiply a batch of another size by another kernel,
-        and how many a rank has depends on the number of ranks, which no bit may depend on.
-        """
-        mains = {index: params[index].main for index in there}
-        found: list[tuple[list[int], MatrixExchange | None]] = [
-            ([index], None) for index, main in mains.items() if main.numel() and not cuts_of(main)
+    def _parts(self, unit: UpdateUnit, operands: Operands, there: list[int]) -> list[_Part]:
+        """Return the parts of a unit. ``there``: indices of the parameters that have a gradient."""
+        runs = [there]
+        if operands.remainder:
+            runs = [[there[at] for at in run] for run in decoded_together([operands.model[index] for index in there])]
+        parts = [
+            _Part(indices, operands.pick(indices), _sets([unit.params[index].main for index in indices]))
+            for indices in runs
         ]
-        found += [(indices, exchange) for exchange, indices in _exchanges(mains)]
-        return [_MatrixSet(indices, [mains[index].shape for index in indices], exchange) for indices, exchange in found]
+        if operands.remainder:
+            device = operands.model[0].device
+            # Each begins at a multiple of 16 elements, as kernels read vectors.
+            starts = [[0, *accumulate(-(-model.numel() // 16) * 16 for model in part.model)] for _, part, _ in parts]
+            memory, numel = self._decoded.get(device), max(ends[-1] for ends in starts)
+            if memory is None or len(memory) < numel:
+                memory = self._decoded[device] = torch.empty(numel, dtype=torch.float32, device=device)
+            for (_, part, _), begins in zip(parts, starts, strict=True):
+                part.main = [
+                    memory.as_strided(model.shape, torch.empty_like(model, device="meta").stride(), start)
+                    for model, start in zip(part.model, begins, strict=False)
+                ]
+        return parts
 
     def _update(
         self, operands: Operands, matrices: "_MatrixSet", hyper: MuonHyper, decision: Decision, skipped: Tensor
@@ -142,6 +177,26 @@ class MuonUpdate(KernelUpdate):
             _write_unless(skipped, buffer, momentum.to(buffer.dtype))
 
 
+def _sets(mains: Sequence[Tensor]) -> list[_MatrixSet]:
+    """Return which matrices are updated together: those that share an exchange; every other one alone.
+
+    One by one also where many have one shape: a library may multiply a batch of another size by another kernel,
+    and how many a rank has depends on the number of ranks, which no bit may depend on.
+    """
+    found: list[tuple[list[int], MatrixExchange | None]] = [
+        ([index], None) for index, main in enumerate(mains) if main.numel() and not cuts_of(main)
+    ]
+    by_groups: defaultdict[tuple[ProcessGroup, ...], list[tuple[int, DTensor, list[Cut]]]] = defaultdict(list)
+    for index, main in enumerate(mains):
+        if is_dtensor(main) and (cuts := cuts_of(main)):
+            groups = tuple(main.device_mesh.get_group(cut.mesh_dim) for cut in cuts)
+            by_groups[groups].append((index, main, cuts))
+    for cut in by_groups.values():
+        indices, matrices, cuts_of_each = map(list, zip(*cut, strict=True))
+        found.append((indices, MatrixExchange(matrices, cuts_of_each)))
+    return [_MatrixSet(indices, [mains[index].shape for index in indices], exchange) for indices, exchange in found]
+
+
 def _is_supported(main: Tensor) -> bool:
     """Return whether a matrix is whole here, or cut in a way that :class:`MatrixExchange` can join."""
     try:
@@ -149,19 +204,6 @@ def _is_supported(main: Tensor) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _exchanges(mains: Mapping[int, Tensor]) -> list[tuple[MatrixExchange, list[int]]]:
-    """Return one exchange, with the indices of its matrices, for each list of groups that matrices are cut over."""
-    by_groups: defaultdict[tuple[ProcessGroup, ...], list[tuple[int, DTensor, list[Cut]]]] = defaultdict(list)
-    for index, main in mains.items():
-        if is_dtensor(main) and (cuts := cuts_of(main)):
-            groups = tuple(main.device_mesh.get_group(cut.mesh_dim) for cut in cuts)
-            by_groups[groups].append((index, main, cuts))
-    return [
-        (MatrixExchange([main for _, main, _ in held], [cuts for _, _, cuts in held]), [index for index, _, _ in held])
-        for held in by_groups.values()
-    ]
 
 
 def _write_unless(skipped: Tensor, target: Tensor, value: Tensor) -> None:

@@ -14,11 +14,11 @@ from megascale.errors import InnerStepError, UsageError
 from megascale.kernels import (
     Backend,
     Decision,
+    Operands,
     memory_fault,
 )
 from megascale.main_params.main_param import MainParam
 from megascale.rules import BY_KIND, KINDS
-from megascale.step.decoded import held_params
 from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import rate
 from megascale.step.lending import holders_of, is_narrow, lent, narrow_names
@@ -90,8 +90,8 @@ class GeneralUpdate(InnerUpdate):
         )
 
     @override
-    def release_scratch(self) -> None:
-        """Do nothing: there is none."""
+    def release_memory(self) -> None:
+        """Do nothing: none is held."""
 
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Return no keys: the optimizer's state is not known."""
@@ -185,13 +185,15 @@ class GeneralUpdate(InnerUpdate):
                 by_device[to_local(param.main).device].append(param)
         found = []
         for device, copies in by_device.items():
-            mains, models = [to_local(param.main) for param in copies], [param.rounded for param in copies]
-            if copies[0].remainder is None:
-                flags = self.backend.write_back_(mains, models)
-            else:
-                flags = self.backend.encode_(held_params(copies, models, mains), decision.to(device).found_inf)
+            remainders = [to_local(param.remainder) for param in copies if param.remainder is not None]
+            models, mains = [param.rounded for param in copies], [to_local(param.main) for param in copies]
+            operands = Operands(model=models, main=mains, remainder=remainders)
+            if remainders:
+                flags = self.backend.encode_(operands, decision.to(device).found_inf)
                 for param in copies:
                     param.release()
+            else:
+                flags = self.backend.write_back_(operands)
             found.append(OverflowFlags(copies, flags))
         return found
 

@@ -15,7 +15,6 @@ from megascale.kernels import (
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import Hyper
-from megascale.step.decoded import DecodedParams
 
 
 @dataclass(frozen=True)
@@ -51,26 +50,26 @@ class OverflowFlags:
     overflowed: Tensor
 
 
-class Prepared(NamedTuple):
-    """Main params of one device, their indices in the unit, and their operands, which have gradients in an update only.
+class KernelCall(NamedTuple):
+    """What updates a unit: one call of a kernel. It is kept from step to step.
 
     Attributes:
-        rounds_to_fp16: whether one of them may grow too large for its model param.
-        decoded: where they are held as remainders, what writes and reads the fp32 main params of the operands.
+        values: of the options, of which ``hyper`` and ``names`` were made.
+        hyper: hyperparameters.
+        names: of the state.
+        operands: have gradients in an update only.
+        rounds_to_fp16: whether a main param may grow too large for its model param.
+        storages: of main params and state.
+        addresses: of these.
     """
 
-    params: list[MainParam]
-    indices: list[int]
+    values: list[Any]
+    hyper: Hyper
+    names: list[str]
     operands: Operands
     rounds_to_fp16: bool
-    decoded: DecodedParams | None = None
-
-
-class KernelCall(NamedTuple):
-    """One call of a kernel for each device that a unit is on, and the hyperparameters of all."""
-
-    prepared: list[Prepared]
-    hyper: Hyper
+    storages: list[torch.UntypedStorage]
+    addresses: list[int]
 
 
 MarkWritten = Callable[[UpdateUnit], None]
@@ -108,8 +107,8 @@ class InnerUpdate(Protocol):
     def why_not_capturable(self) -> str | None:
         """Return why updates cannot be part of a device's graph; None where they can."""
 
-    def release_scratch(self) -> None:
-        """Free memory that is needed during a step only."""
+    def release_memory(self) -> None:
+        """Let go of the memory of main params and state: it is read anew in the next step."""
 
     def raise_failure(self) -> None:
         """Raise, once, what the update before has raised in another thread, where main params may be changed in part.

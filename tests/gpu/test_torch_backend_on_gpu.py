@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.peers.measure import count_launches
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.kernels import select_backend
+from megascale.kernels import Operands, select_backend
 from tests.training import Bag
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="counts CUDA's launches")]
@@ -38,7 +38,7 @@ def test_overflow_flags() -> None:
     for main, value in zip(mains, (65519.996, -65520.0, 65520.0, math.nan, 1e9), strict=True):
         main[-1] = value
     models = [main.bfloat16() if index == 4 else main.half() for index, main in enumerate(mains)]
-    assert select_backend("torch").write_back_(mains, models).tolist() == [False, True, True, True, False]
+    assert select_backend("torch").write_back_(Operands(models, mains)).tolist() == [False, True, True, True, False]
 
 
 def test_launches_do_not_grow_with_tensors() -> None:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from megascale.kernels.decision import (
 )
 from megascale.kernels.native.compact import compact_rows
 from megascale.kernels.native.library import library
-from megascale.kernels.protocol import HeldParams, Operands
+from megascale.kernels.protocol import Operands
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.torch_backend import TorchBackend
@@ -120,14 +119,11 @@ class NativeBackend(TorchDecisions, TorchRemainders):
     """
 
     name = "native"
-    fuses_remainders = True
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._library = library()
         self._num_threads = num_threads
         self._torch = TorchBackend()
-        self._kept: WeakKeyDictionary[Operands, tuple[list[str], _Table | None]] = WeakKeyDictionary()
-        self._kept_held: WeakKeyDictionary[HeldParams, _Table | None] = WeakKeyDictionary()
         self._measured = _Lengths(np.empty(0, dtype=np.int64))
 
     def num_threads(self) -> int:
@@ -215,40 +211,29 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         call = _Call(LION, _constants(hyper), decision)
         return self._update(operands, ["exp_avg"], call, lambda rest: self._torch.lion_(rest, hyper, decision))
 
-    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
+    def write_back_(self, operands: Operands) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        operands = Operands(model=models, main=mains, grad=mains)
-        return self._update(
-            operands, [], _Call(NOTHING, _Hyper(), None), lambda rest: self._torch.write_back_(rest.main, rest.model)
-        )
+        every = Operands(model=operands.model, main=operands.main, grad=operands.main)
+        return self._update(every, [], _Call(NOTHING, _Hyper(), None), self._torch.write_back_)
 
-    def decode_(self, held: HeldParams) -> None:
+    def decode_(self, operands: Operands) -> None:
         """See :class:`megascale.kernels.Backend`."""
-        table = self._held_table(held)
+        table = _held_table(operands)
         if table is None:
-            super().decode_(held)
+            super().decode_(operands)
         else:
             self._hold(table, None)
 
-    def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
+    def encode_(self, operands: Operands, found_inf: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        table = self._held_table(held)
+        table = _held_table(operands)
         if table is None:
-            return super().encode_(held, found_inf)
-        overflowed = torch.zeros(len(held.models), dtype=torch.bool, device="cpu")
+            return super().encode_(operands, found_inf)
+        overflowed = torch.zeros(len(operands.model), dtype=torch.bool, device="cpu")
         if not found_inf.item():
-            increment_version(held.models)
+            increment_version(operands.model)
             self._hold(table, overflowed)
         return overflowed
-
-    def _held_table(self, held: HeldParams) -> _Table | None:
-        """Return remainder.h's table; None unless all tensors are contiguous and on the CPU."""
-        if held not in self._kept_held:
-            columns = [TensorList(column) for column in (held.mains, held.models, held.remainders)]
-            rows = np.stack([*(column.pointers for column in columns), columns[1].forms.dtype_codes(TYPES)], axis=1)
-            fits = all(column.forms.contiguous and column.forms.devices <= {CPU} for column in columns)
-            self._kept_held[held] = _Table(_Lengths(columns[0].forms.numels), rows) if fits else None
-        return self._kept_held[held]
 
     def _hold(self, table: _Table, overflowed: Tensor | None) -> None:
         """Decode a table's main params, or encode them, where ``overflowed`` is given."""
@@ -265,9 +250,9 @@ class NativeBackend(TorchDecisions, TorchRemainders):
 
         8-bit moments are compact.h's, all rows or none.
         """
-        kept = self._kept.get(operands)
+        kept = operands.tables.get(NativeBackend)
         if kept is None or kept[0] != names:
-            kept = self._kept[operands] = (names, _whole_table(operands, names))
+            kept = operands.tables[NativeBackend] = (names, _whole_table(operands, names))
         table, grads = kept[1], TensorList.of(operands.grad, operands.model)
         if table is not None and _all_known(grads):
             increment_version(grads.beside(operands.model))  # autograd must see that saved weights have changed
@@ -323,6 +308,15 @@ def _all_known(tensors: TensorList) -> bool:
     """Whether all tensors are contiguous and of dtypes that native.c supports."""
     forms = tensors.forms
     return forms.contiguous and forms.devices <= {CPU} and forms.kinds <= TYPES.keys()
+
+
+def _held_table(operands: Operands) -> _Table | None:
+    """Return remainder.h's table; None unless all tensors are contiguous and on the CPU."""
+    columns = [TensorList.of(column) for column in (operands.main, operands.model, operands.remainder)]
+    if not all(column.forms.contiguous and column.forms.devices <= {CPU} for column in columns):
+        return None
+    rows = np.stack([*(column.pointers for column in columns), columns[1].forms.dtype_codes(TYPES)], axis=1)
+    return _Table(_Lengths(columns[0].forms.numels), rows)
 
 
 def _whole_table(operands: Operands, names: list[str]) -> _Table | None:

@@ -8,7 +8,6 @@ tests.
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from megascale.kernels.decision import (
     TorchDecisions,
     stats_dtype,
 )
-from megascale.kernels.protocol import HeldParams, Operands
+from megascale.kernels.protocol import Operands
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.tensors.tensor_list import TensorList
@@ -83,7 +82,6 @@ class TritonBackend(TorchDecisions, TorchRemainders):
     """
 
     name = "triton"
-    fuses_remainders = True
 
     def __init__(self) -> None:
         _import_kernels()  # fails here, where the backend is asked for, if triton is not there
@@ -91,7 +89,6 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         self._plans = PlanCache()
         self._addresses = GradAddresses()
         self._kept: WeakKeyDictionary[Operands, _CachedColumns] = WeakKeyDictionary()
-        self._kept_held: WeakKeyDictionary[HeldParams, list[TensorList]] = WeakKeyDictionary()
         self._rates: dict[torch.device, tuple[float, Tensor]] = {}
 
     @property
@@ -280,52 +277,49 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             }
             self._update(kernel, table, (addresses, flags, *numbers), every)
         if plan.rest:
-            rest, update = operands.pick(list(plan.rest)), partial(reference, hyper=hyper, decision=decision)
-            theirs = self.on_decoded(rest, update, decision.found_inf) if held else update(rest)
-            _scatter(flags, plan.rest, theirs)
+            _scatter(flags, plan.rest, reference(operands.pick(plan.rest), hyper, decision))
         # Autograd must see the writes, as those of torch's own in-place operations.
         torch.autograd.graph.increment_version(chain.from_iterable(map(grads.beside, kept.written)))
         return flags.view(torch.bool)
 
-    def write_back_(self, mains: list[Tensor], models: list[Tensor]) -> Tensor:
+    def write_back_(self, operands: Operands) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        device = self._check(mains[0].device)
-        plan = self._plans.find([TensorList.of(mains), TensorList.of(models)])
-        flags = torch.empty(len(mains), dtype=torch.uint8, device=device)
+        device = self._check(operands.main[0].device)
+        plan = self._plans.find([TensorList.of(operands.main), TensorList.of(operands.model)])
+        flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
         for table in plan.tables:
             self._update(self._kernels.write_back_kernel, table, (flags,), {"MODEL_DTYPE": self._dtypes(table)[1]})
         if plan.rest:
-            rest = [mains[index] for index in plan.rest], [models[index] for index in plan.rest]
-            _scatter(flags, plan.rest, self._reference.write_back_(*rest))
-        torch.autograd.graph.increment_version(models)
+            _scatter(flags, plan.rest, self._reference.write_back_(operands.pick(plan.rest)))
+        torch.autograd.graph.increment_version(operands.model)
         return flags.view(torch.bool)
 
-    def decode_(self, held: HeldParams) -> None:
+    def decode_(self, operands: Operands) -> None:
         """See :class:`megascale.kernels.Backend`. One launch per dtype of model params."""
-        plan = self._held_plan(held)
+        plan = self._held_plan(operands)
         for table in plan.tables:
             self._update(self._kernels.decode_kernel, table, (), {"MODEL_DTYPE": self._dtypes(table)[1]})
         if plan.rest:
-            super().decode_(held.pick(plan.rest))
-        torch.autograd.graph.increment_version(held.mains)
+            super().decode_(operands.pick(plan.rest))
+        torch.autograd.graph.increment_version(operands.main)
 
-    def encode_(self, held: HeldParams, found_inf: Tensor) -> Tensor:
+    def encode_(self, operands: Operands, found_inf: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`. One launch per dtype of model params."""
-        plan = self._held_plan(held)
-        flags = torch.empty(len(held.models), dtype=torch.uint8, device=held.mains[0].device)
+        plan = self._held_plan(operands)
+        flags = torch.empty(len(operands.model), dtype=torch.uint8, device=found_inf.device)
         for table in plan.tables:
             constants = {"MODEL_DTYPE": self._dtypes(table)[1]}
             self._update(self._kernels.encode_kernel, table, (flags, found_inf), constants)
         if plan.rest:
-            _scatter(flags, plan.rest, super().encode_(held.pick(plan.rest), found_inf))
-        torch.autograd.graph.increment_version([*held.models, *held.remainders])
+            _scatter(flags, plan.rest, super().encode_(operands.pick(plan.rest), found_inf))
+        torch.autograd.graph.increment_version([*operands.model, *operands.remainder])
         return flags.view(torch.bool)
 
-    def _held_plan(self, held: HeldParams) -> Plan:
-        self._check(held.mains[0].device)
-        if held not in self._kept_held:
-            self._kept_held[held] = [TensorList.of(column) for column in (held.remainders, held.models, held.mains)]
-        return self._plans.find(self._kept_held[held])
+    def _held_plan(self, operands: Operands) -> Plan:
+        self._check(operands.main[0].device)
+        return self._plans.find(
+            [TensorList.of(column) for column in (operands.remainder, operands.model, operands.main)]
+        )
 
     def _check(self, device: torch.device) -> torch.device:
         """Raise UsageError unless the kernels, compiled or interpreted, can reach memory of ``device``."""

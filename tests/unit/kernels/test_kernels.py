@@ -229,10 +229,10 @@ def test_overflow_flags_where_rounding_is_not_finite(name: str) -> None:
         torch.tensor([-65520.0]),
     ]
     models = [main.half() for main in mains[:4]] + [mains[4].bfloat16(), mains[5].half(), mains[6].half()]
-    flags = _backend(name).write_back_(mains, models)
+    flags = _backend(name).write_back_(kernels.Operands(models, mains))
     assert flags.tolist() == [False, True, True, True, False, False, True]
     assert [bool(m.isfinite().all()) for m in models] == [not flag for flag in flags.tolist()]
-    assert _backend(name).write_back_([mains[1]], [torch.empty(1).half()]).tolist() == [True]
+    assert _backend(name).write_back_(kernels.Operands([torch.empty(1).half()], [mains[1]])).tolist() == [True]
 
 
 RULES = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.kernels import AdamHyper, Decision, HeldParams, LionHyper, NativeBackend, Operands
+from megascale.kernels import AdamHyper, Decision, LionHyper, NativeBackend, Operands
 from tests.counting import OperatorCounter
 from tests.training import bits_equal
 
@@ -88,7 +88,7 @@ def test_remainders_are_written_in_one_call() -> None:
     operands, native = _operands("remainders"), NativeBackend()
     mains = [model.float() + 1 for model in operands.model]
     expected = [main.clone() for main in mains]
-    held = HeldParams(operands.model, operands.remainder, mains)
+    held = Operands(model=operands.model, remainder=operands.remainder, main=mains)
     before = [model._version for model in operands.model]
     with OperatorCounter() as counter:
         flags = native.encode_(held, torch.zeros(()))

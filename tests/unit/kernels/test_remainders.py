@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.kernels import HeldParams, remainders, select_backend
+from megascale.kernels import Operands, remainders, select_backend
 
 CHUNK = 1 << 22
 FORMATS = (torch.float16, torch.bfloat16)
@@ -143,14 +143,11 @@ def test_what_does_not_fit_fp16_is_told_and_kept(backend: str, numbers: int) -> 
     models = [torch.full_like(main, 5.0, dtype=dtype) for main, dtype in zip(mains, dtypes, strict=True)]
     if numbers == 3:  # and one of them strided
         models[-1] = models[-1].t().contiguous().t()
-    held = HeldParams(
-        models,
-        [torch.zeros_like(model, dtype=torch.int16) for model in models],
-        mains,
-    )
+    lefts = [torch.zeros_like(model, dtype=torch.int16) for model in models]
+    held = Operands(model=models, remainder=lefts, main=mains)
     assert not select_backend(backend).encode_(held, torch.ones(())).any()
     assert all(bool((model == 5).all()) for model in models)
-    assert not any(remainder.any() for remainder in held.remainders)
+    assert not any(remainder.any() for remainder in held.remainder)
     flags = select_backend(backend).encode_(held, torch.zeros(()))
     assert flags.tolist() == [True, False, True][:numbers] + [False] * numbers + [False]
     first = [[5.0, 3.0], [65504.0, 3.0], [-torch.inf, 3.0]][:numbers]

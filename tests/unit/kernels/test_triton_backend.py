@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from megascale.errors import ArgumentError, UsageError
-from megascale.kernels import ReferenceBackend, SgdHyper
+from megascale.kernels import Operands, ReferenceBackend, SgdHyper
 from megascale.kernels.triton.backend import TritonBackend
 from tests.training import bits_equal
 from tests.unit.kernels.triton_cases import (
@@ -103,7 +103,7 @@ def test_write_back_rounds_as_torch_does(model: torch.dtype) -> None:
     far = torch.cat([torch.ones(CHUNK), torch.tensor([math.nan]), torch.ones(CHUNK)])
     mains = [main.to(DEVICE) for main in (values, nan, below, above, far, below[:0])]
     models = [torch.empty_like(main, dtype=model) for main in mains]
-    flags = TritonBackend().write_back_(mains, models)
+    flags = TritonBackend().write_back_(Operands(models, mains))
     assert flags.dtype == torch.bool
     assert flags.tolist() == [model == HALF and index in (0, 1, 3, 4) for index in range(6)]
     for main, rounded in zip(mains, models, strict=True):

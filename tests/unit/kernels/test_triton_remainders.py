@@ -15,7 +15,6 @@ from megascale.kernels import (
     AdamHyper,
     Backend,
     Decision,
-    HeldParams,
     LionHyper,
     Operands,
     ReferenceBackend,
@@ -102,11 +101,6 @@ def _operands(rows: list[Row], names: list[str]) -> tuple[Operands, list[Tensor]
     return operands, buffers
 
 
-def _reference(update: Update, operands: Operands, decision: Decision) -> Tensor:
-    backend = ReferenceBackend()
-    return backend.on_decoded(operands, lambda decoded: update(backend, decoded, decision), decision.found_inf)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -116,16 +110,17 @@ def test_held_rows_at_any_address_and_length(rule: str, rows: list[Row], skip: b
     update, names = RULES[rule]
     (ours, our_buffers), (theirs, their_buffers) = _operands(rows, names), _operands(rows, names)
     flags = update(TritonBackend(), ours, decision_of(skip))
-    assert torch.equal(flags, _reference(update, theirs, decision_of(skip)))
+    assert torch.equal(flags, update(ReferenceBackend(), theirs, decision_of(skip)))
     for left, right in zip([*our_buffers, *ours.step], [*their_buffers, *theirs.step], strict=True):
         assert bits_equal(left, right)
 
 
-def _held(operands: Operands, numels: list[int], address: int) -> tuple[HeldParams, list[Tensor]]:
+def _held(operands: Operands, numels: list[int], address: int) -> tuple[Operands, list[Tensor]]:
     """Return what is held, with memory for main params at an address, and the buffers of that."""
     views = [at_address(torch.zeros(numel, device=DEVICE), address) for numel in numels]
     mains = [view for view, _ in views]
-    return HeldParams(operands.model, operands.remainder, mains), [buffer for _, buffer in views]
+    held = Operands(model=operands.model, remainder=operands.remainder, main=mains)
+    return held, [buffer for _, buffer in views]
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -140,7 +135,7 @@ def test_decoding_and_encoding_alone(rows: list[Row], skip: bool, address: int) 
     reference.decode_(their_held)
     assert all(map(bits_equal, our_mains, their_mains))
     for held in (our_held, their_held):
-        for main in held.mains:
+        for main in held.main:
             main.mul_(-3.7)
             main[7::23] = 1e9
     found_inf = decision_of(skip).found_inf
@@ -203,10 +198,12 @@ def test_pairs_that_no_encoding_produces(dtype: torch.dtype, monkeypatch: pytest
     """Model params beside remainders that others' writes left are decoded as by the reference."""
     monkeypatch.setattr(device_table, "CHUNK", 1 << 14)
     model, remainder = (one.to(DEVICE) for one in edge_pairs(dtype, 61))
-    held = [HeldParams([model], [remainder], [torch.empty_like(model, dtype=SINGLE)]) for _ in range(2)]
+    held = [
+        Operands(model=[model], remainder=[remainder], main=[torch.empty_like(model, dtype=SINGLE)]) for _ in range(2)
+    ]
     TritonBackend().decode_(held[0])
     ReferenceBackend().decode_(held[1])
-    (ours,), (theirs,) = (each.mains for each in held)
+    (ours,), (theirs,) = (each.main for each in held)
     assert torch.equal(ours.isnan(), model.isnan())
     assert bits_equal(ours[~model.isnan()], theirs[~model.isnan()])
 

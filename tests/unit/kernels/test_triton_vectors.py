@@ -85,7 +85,7 @@ def _lion(backend: Backend, operands: Operands, decision: Decision) -> Tensor:
 
 
 def _write_back(backend: Backend, operands: Operands, decision: Decision) -> Tensor:
-    return backend.write_back_(operands.main, operands.model)
+    return backend.write_back_(operands)
 
 
 Update = Callable[[Backend, Operands, Decision], Tensor]

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megascale.errors import MainParamOverflowError
-from megascale.step.decoded import scratch_numel
+from megascale.kernels import Operands, remainders
+from megascale.kernels.remainders import TorchRemainders
 from megascale.utils.dtensors import to_local
 from tests.cells import CELLS, Cell, integers
 from tests.fsdp2_cases import whole
@@ -34,32 +36,33 @@ def odd(dtype: torch.dtype, seed: int = 0) -> Bag:
     return Bag([tensor.to(dtype) for tensor in tensors])
 
 
-def test_little_is_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels do not decode by themselves: into one piece of memory, for one parameter or some at a time."""
-    monkeypatch.setattr("megascale.step.decoded.DECODED_NUMEL", 2200)
-    module = odd(torch.float16)
-    optimizer = constant(module, RULES["adamw_fused"], 1.0, backend="reference", **HELD)
-    set_grads(module, seed=0)
-    optimizer.step()
-    [scratch] = optimizer._member.update._scratch.values()  # type: ignore[attr-defined]
-    assert 33 * 64 <= scratch.numel() <= 2200
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
+    """The main params that plain tensor code has decoded together, one list for each call."""
+    found, decode_ = list[list[Tensor]](), TorchRemainders.decode_
+
+    def noted(backend: TorchRemainders, operands: Operands) -> None:
+        found.append(operands.main)
+        decode_(backend, operands)
+
+    monkeypatch.setattr(TorchRemainders, "decode_", noted)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("lengths", "most", "held"),
-    [((16, 15, 14, 13), 47, 32), ((16, 15, 14, 13), 48, 48), ((32, 32, 15), 48, 48)],
+    ("lengths", "together"),
+    [((16, 15, 14, 13), [3, 1]), ((16, 15, 17, 13), [3, 1]), ((32, 17, 50, 1, 2), [1, 1, 1, 2])],
 )
-def test_as_much_is_decoded_as_fits(
-    lengths: tuple[int, ...], most: int, held: int, monkeypatch: pytest.MonkeyPatch
+def test_little_is_decoded_at_a_time(
+    lengths: tuple[int, ...], together: list[int], monkeypatch: pytest.MonkeyPatch, decoded: list[list[Tensor]]
 ) -> None:
-    """Parameters are decoded together up to the bound, and no further; each begins at a multiple of 16 elements."""
-    monkeypatch.setattr("megascale.step.decoded.DECODED_NUMEL", most)
+    """Where kernels do not decode by themselves: parameters up to the bound together, and a larger one alone."""
+    monkeypatch.setattr(remainders, "DECODED_NUMEL", 48)
     module = Bag([torch.ones(length).half() for length in lengths])
     optimizer = constant(module, RULES["adamw_fused"], 1.0, backend="reference", **HELD)
     set_grads(module, seed=0)
     optimizer.step()
-    [scratch] = optimizer._member.update._scratch.values()  # type: ignore[attr-defined]
-    assert scratch.numel() == held
+    assert list(map(len, decoded)) == together
 
 
 def test_overflow_keeps_the_element() -> None:
@@ -187,11 +190,12 @@ def test_state_dicts_travel(dtype: torch.dtype) -> None:
     assert same_bits(snapshot(first, modules[0]), snapshot(again, modules[1]))
 
 
-def test_decoded_main_params_are_aligned() -> None:
-    """Each begins at a multiple of 64 bytes of the scratch memory, as kernels that read vectors need, behind the one
-    before it.
+def test_decoded_main_params_are_aligned(decoded: list[list[Tensor]]) -> None:
+    """Muon's begin at a multiple of 64 bytes of the memory that they share, as kernels that read vectors need, behind
+    the one before it.
     """
-    module = Bag([torch.ones(numel).half() for numel in (3, 16, 33, 1, 64)])
-    params = list(constant(module, INNER["adamw_fused"], 256.0, **HELD)._member.main_params)
-    starts = [scratch_numel(params[:count]) for count in range(len(params) + 1)]
-    assert starts == [0, 16, 32, 80, 96, 160]
+    module = Bag([torch.ones(1, numel).half() for numel in (3, 16, 33, 1, 64)])
+    optimizer = constant(module, lambda bag: torch.optim.Muon(bag.parameters()), 256.0, backend="torch", **HELD)
+    set_grads(module, seed=0)
+    optimizer.step()
+    assert [main.storage_offset() for main in decoded[0]] == [0, 16, 32, 80, 96]
