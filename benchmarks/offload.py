@@ -147,7 +147,7 @@ def row_of(name: str, run: Run, rounds: int, first: list[Tensor]) -> Row:
 
 
 def hidden_fraction(waits: Row, overlaps: Row) -> float:
-    """Return the share of the update that the overlap hides, as docs/larger_models.md says."""
+    """Return the share of the update that the overlap hides, as docs/memory.md says."""
     hidden = (waits.iteration - overlaps.iteration) / max(1e-3, waits.iteration - waits.alone)
     return round(min(1.0, max(0.01, hidden)), 2)
 

@@ -153,8 +153,8 @@ class OptimizerConfig(StepConfig):
             device. Default: False.
         optimizer_offload_fraction: With ``optimizer_cpu_offload``, the share of their elements that goes to host
             memory, at least: above 0, up to 1. Parameters that come first in the param groups, whose weights
-            forward needs first, stay on the device. A checkpoint loads into a run with any other. The page *Train
-            larger models* chooses it from two timed runs. Default: 1.0.
+            forward needs first, stay on the device. A checkpoint loads into a run with any other. The page *Memory*
+            chooses it from two timed runs. Default: 1.0.
         overlap_cpu_optimizer_d2h_h2d: With ``optimizer_cpu_offload``, ``step()`` returns at once, and every
             module waits for its own weights in forward. False: ``step()`` waits for the update. Default: False.
         pin_cpu_grads: With ``optimizer_cpu_offload``, copy gradients into pinned host memory. False: pageable,

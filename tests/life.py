@@ -566,7 +566,7 @@ class Life:
             expected[moment] = value.float()
 
     def _compare_codes(self, name: str, found: Mapping[str, Tensor]) -> None:
-        """Decode as docs/save_memory.md says: roots are bit patterns cut to a group's shift, quotients are linear."""
+        """Decode as docs/numerics.md says: roots are bit patterns cut to a group's shift, quotients are linear."""
         expected, shape = self.reference.state[name], self.reference.main[name].shape
         codes = {moment: _by_groups(found[moment].reshape(-1)) for moment in MOMENTS["adam"]}
         bits = found["exp_avg_sq_scale"].reshape(-1, 1).view(torch.int32)

@@ -20,9 +20,10 @@ HEADS = ("message", "what you see")
 def on_files(files: Files, config: Any) -> Files:
     """Add those pages to the site's files."""
     root = Path(config.config_file_path).parent
-    files.append(File.generated(config, "messages.md", content=_load("messages").page(root / "megascale")))
+    pages = [File.generated(config, "messages.md", content=_load("messages").page(root / "megascale"))]
     for path in sorted((root / RESULTS).glob("*.md")):
-        page = File.generated(config, f"results/{path.name}", abs_src_path=str(path))
+        pages.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    for page in pages:
         page.inclusion = page.inclusion.NOT_IN_NAV
         files.append(page)
     return files

@@ -1,4 +1,4 @@
-"""The table of docs/evidence.md: what a step asks of a device. ``python -m tests.fake_device.table`` prints it."""
+"""The table of docs/benchmarks.md: what a step asks of a device. ``python -m tests.fake_device.table`` prints it."""
 
 from collections.abc import Callable
 

@@ -14,7 +14,7 @@ class Fault:
         family: a section of the table.
         fault: what was done.
         seen: what the user saw, in few words, or the message.
-        as_promised: whether it ended as docs/reliability.md promises.
+        as_promised: whether it ended as docs/benchmarks.md promises.
     """
 
     family: str

