@@ -17,10 +17,10 @@ from megascale.landed.steps import StepOutcomes
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.step.arguments import device_of
+from megascale.utils.calls import methods_outside_of_graphs
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import dtensor_like, to_local
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.graph_breaks import methods_outside_of_graphs
 from megascale.utils.param_names import renames
 from megascale.utils.transfer import to_device_async
 

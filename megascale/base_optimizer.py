@@ -1,5 +1,6 @@
 """MegascaleOptimizer: what an optimizer offers that steps by a recipe, be it one optimizer or a chain of several."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -8,25 +9,25 @@ import torch
 from torch import Tensor
 
 from megascale.config import OptimizerConfig
-from megascale.errors import ArgumentError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
 from megascale.parallel import ParallelGroups
 from megascale.state.live_state import LiveState, Plan
 from megascale.state.schema import check_fits_model
 from megascale.state.torch_layout import require_one_layout
-from megascale.step import ownership
-from megascale.step.arguments import check_grad_scaler, require_values
+from megascale.step import misuse
+from megascale.step.arguments import check_grad_scaler
 from megascale.step.description import described
 from megascale.step.main_grads import lent_main_params
+from megascale.step.misuse import require_values
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.recipe import StepRecipe
 from megascale.step.result import StepResult
 from megascale.utils import announce, call_site, validate
+from megascale.utils.calls import methods_outside_of_graphs, with_step_hooks
 from megascale.utils.collectives import raise_together
 from megascale.utils.dtensors import to_local
-from megascale.utils.graph_breaks import methods_outside_of_graphs
-from megascale.utils.step_hooks import with_step_hooks
 
 if TYPE_CHECKING:
     from megascale.optimizer import MixedPrecisionOptimizer
@@ -115,7 +116,15 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             ArgumentError, ArgumentTypeError: for parameters in the place of ``max_norm``, or another norm.
             UsageError: as :meth:`prepare_grads`; also if called twice a step.
         """
-        return self.recipe.prepare_clipped(max_norm, norm_type, self._settings_error())
+        if not isinstance(max_norm, (int, float)):
+            raise ArgumentTypeError(
+                f"max_norm must be a number, got {type(max_norm).__name__}: the optimizer clips all of its own "
+                "parameters by one norm, so call optimizer.clip_grad_norm_(1.0), without them"
+            )
+        if norm_type != 2:
+            raise ArgumentError(f"norm_type must be 2, the norm that the optimizer clips by, got {norm_type!r}")
+        limit = 0.0 if max_norm == math.inf else validate.positive("max_norm", max_norm)
+        return self.recipe.prepare(self._settings_error(), limit).grad_norm
 
     @torch.no_grad()
     def clip_grad_value_(self, max_value: float) -> None:
@@ -156,9 +165,9 @@ class MegascaleOptimizer(torch.optim.Optimizer):
                 value.to(self.device)
             value.backend = self.parts()[0].backend
             for part in self.parts():
-                ownership.record_user(part, value)
+                misuse.record_user(part, value)
         for one in (self, *self.parts()):
-            one.recipe.grad_scaler = value
+            one.recipe.set_grad_scaler(value)
 
     @property
     def clip_grad(self) -> float:

@@ -20,10 +20,10 @@ from megascale.state.live_state import LiveState
 from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer, under_live_names
 from megascale.state.state_view import StateView
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
-from megascale.step.ownership import scaler_conflict
+from megascale.step.misuse import scaler_conflict
 from megascale.step.recipe import StepRecipe
 from megascale.utils import validate
-from megascale.utils.graph_breaks import methods_outside_of_graphs
+from megascale.utils.calls import methods_outside_of_graphs
 
 SHARED_KEYS = ("grad_scaler", "step_counts", "version")
 """Keys of a state dict that have the same value for every optimizer of a chain."""
@@ -91,7 +91,7 @@ class ChainedOptimizer(MegascaleOptimizer):
                     f"optimizers[{index}].clip_grad was set to {optimizer.clip_grad}, the ChainedOptimizer clips all "
                     f"gradients by one norm, to {self.clip_grad}; set ChainedOptimizer.clip_grad"
                 )
-        return scaler_conflict(self.grad_scaler, self.optimizers)
+        return scaler_conflict(self.recipe.grad_scaler, self.optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

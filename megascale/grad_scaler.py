@@ -42,6 +42,10 @@ class MegatronGradScaler(ABC):
     Args:
         initial_scale: the first loss scale, positive and finite.
         device: where the state lives. None is the CPU; an optimizer moves the scaler to its parameters' device.
+
+    Attributes:
+        live_scale: the tensor :attr:`scale`. Reading it here does not count as scaling a loss.
+        times_asked: how many times :attr:`scale` was read.
     """
 
     backend: TorchDecisions | Backend = TorchDecisions()
@@ -54,12 +58,12 @@ class MegatronGradScaler(ABC):
     scale that multiplied the second one's loss.
     """
 
+    times_asked = 0
+
     def __init__(self, initial_scale: float, *, device: torch.device | str | None = None) -> None:
         self.initial_scale = validate.scale("initial_scale", initial_scale)
-        self._scale = torch.full((1,), self.initial_scale, dtype=torch.float32, device=device or "cpu")
+        self.live_scale = torch.full((1,), self.initial_scale, dtype=torch.float32, device=device or "cpu")
         self._begun_from = ScalerState(self.initial_scale)
-
-    _times_asked = 0
 
     @property
     def scale(self) -> Tensor:
@@ -68,17 +72,8 @@ class MegatronGradScaler(ABC):
         Read it in every step whose loss you scale by hand: the optimizer takes the read as the sign that gradients are
         scaled.
         """
-        self._times_asked += 1
-        return self._scale
-
-    @property
-    def live_scale(self) -> Tensor:
-        """The tensor :attr:`scale`. Reading it here does not count as scaling a loss."""
-        return self._scale
-
-    def times_asked(self) -> int:
-        """Return how many times :attr:`scale` was read."""
-        return self._times_asked
+        self.times_asked += 1
+        return self.live_scale
 
     @property
     def needs_scaled_loss(self) -> bool:
@@ -97,16 +92,16 @@ class MegatronGradScaler(ABC):
     @property
     def inv_scale(self) -> Tensor:
         """The reciprocal of the scale, taken in fp64 and rounded once: fp32, shape [1]."""
-        return inverse(self._scale)
+        return inverse(self.live_scale)
 
     @property
     def device(self) -> torch.device:
         """Where the state lives."""
-        return self._scale.device
+        return self.live_scale.device
 
     def to(self, device: torch.device | str) -> "MegatronGradScaler":
         """Move the state to ``device`` and return self."""
-        self._scale = to_device_async(self._scale, torch.device(device))
+        self.live_scale = to_device_async(self.live_scale, torch.device(device))
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,7 +140,7 @@ class MegatronGradScaler(ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state. On StateDictError nothing has changed."""
         self._begun_from = self.parse_state_dict(state_dict)
-        self._scale.fill_(self._begun_from.scale)
+        self.live_scale.fill_(self._begun_from.scale)
 
 
 class ConstantGradScaler(MegatronGradScaler):
@@ -164,17 +159,17 @@ class ConstantGradScaler(MegatronGradScaler):
 
     def update(self, found_inf: bool | Tensor) -> None:
         """Check the argument; the scale does not change."""
-        _flag(found_inf, self.device)
+        _require_flag(found_inf)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"scale": fp32 tensor of shape [1]}``."""
-        return {"scale": self._scale.detach().clone()}
+        return {"scale": self.live_scale.detach().clone()}
 
     def parse_state_dict(self, state_dict: Mapping[str, Any]) -> ScalerState:
         """Accept Megatron's ``{}`` (the scale stays as configured) and any state with a valid ``scale``."""
         check_mapping(state_dict)
         if not state_dict:
-            return ScalerState(float(self._scale))
+            return ScalerState(float(self.live_scale))
         return ScalerState(entry(state_dict, "scale", validate.scale))
 
 
@@ -245,7 +240,7 @@ class DynamicGradScaler(MegatronGradScaler):
         self._begun_from = ScalerState(self.initial_scale, 0, self.hysteresis)
 
     def __repr__(self) -> str:
-        live = (self._scale, self._growth_tracker, self._hysteresis_tracker)
+        live = (self.live_scale, self._growth_tracker, self._hysteresis_tracker)
         began = [f"{value!r} when it was made or loaded" for value in self._begun_from]
         scale, growth, hysteresis = map(wording.number, live, began)
         return wording.call(
@@ -291,13 +286,18 @@ class DynamicGradScaler(MegatronGradScaler):
             hysteresis=self.hysteresis,
             each_clean_step=self.hysteresis_reset == "clean_step",
         )
-        found = _flag(found_inf, self.device)
-        self.backend.rescale_(found, self._scale, self._growth_tracker, self._hysteresis_tracker, rule)
+        _require_flag(found_inf)
+        if isinstance(found_inf, bool):
+            found = torch.full((1,), found_inf, dtype=torch.float32, device=self.device)
+        else:
+            flag = found_inf if found_inf.dtype == torch.float32 else (found_inf != 0).float()
+            found = to_device_async(flag, self.device)
+        self.backend.rescale_(found, self.live_scale, self._growth_tracker, self._hysteresis_tracker, rule)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``scale`` (fp32 tensor [1]), ``growth_tracker``, ``hysteresis_tracker`` (ints): Megatron's keys."""
         return {
-            "scale": self._scale.detach().clone(),
+            "scale": self.live_scale.detach().clone(),
             "growth_tracker": int(self._growth_tracker),
             "hysteresis_tracker": int(self._hysteresis_tracker),
         }
@@ -332,18 +332,15 @@ class DynamicGradScaler(MegatronGradScaler):
         self._hysteresis_tracker.fill_(self._begun_from.hysteresis_tracker)
 
 
-def _flag(found_inf: bool | Tensor, device: torch.device) -> Tensor:
-    """Return `found_inf` as one element of fp32 on ``device``, without reading it."""
+def _require_flag(found_inf: bool | Tensor) -> None:
+    """Raise ArgumentError unless `found_inf` is a bool or a tensor of one element, which is not read."""
     if isinstance(found_inf, Tensor):
         if found_inf.numel() != 1:
             raise ArgumentError(f"found_inf must have one element, got shape {tuple(found_inf.shape)}")
-        flag = found_inf if found_inf.dtype == torch.float32 else (found_inf != 0).float()
-        return to_device_async(flag, device)
-    if not isinstance(found_inf, bool):
+    elif not isinstance(found_inf, bool):
         raise ArgumentTypeError(
             f"found_inf must be a bool or a tensor, got {found_inf!r} of type {type(found_inf).__name__}"
         )
-    return torch.full((1,), found_inf, dtype=torch.float32, device=device)
 
 
 def check_mapping(state_dict: Any) -> None:

@@ -22,17 +22,18 @@ from megascale.parallel import ParallelGroups
 from megascale.state.extra_state import ExtraState
 from megascale.state.live_state import LiveState
 from megascale.state.state_view import Source, StateView
-from megascale.step import ownership
-from megascale.step.arguments import check_arguments, check_belongs, check_policy, config_for, device_of, require_values
+from megascale.step import misuse
+from megascale.step.arguments import check_arguments, check_belongs, check_policy, config_for, device_of
 from megascale.step.description import summary
 from megascale.step.joined_states import JoinedStates, states_of
 from megascale.step.loaded_state import keep_loaded_state
 from megascale.step.member import StepMember
+from megascale.step.misuse import require_values
 from megascale.step.recipe import StepRecipe
 from megascale.step.result import StepResult as StepResult
 from megascale.step.update_selection import check_inner
 from megascale.utils import announce, validate
-from megascale.utils.graph_breaks import methods_outside_of_graphs
+from megascale.utils.calls import methods_outside_of_graphs
 
 
 @methods_outside_of_graphs
@@ -88,7 +89,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
             validate.non_negative("clip_grad", clip_grad)
         check_inner(optimizer)
         ExtraState(optimizer, [], is_sharded=main_params.is_sharded).require_savable()
-        ownership.check_unwrapped(optimizer)
+        misuse.check_unwrapped(optimizer)
         self.optimizer = optimizer
         self.config = config_for(optimizer, config, clip_grad)
         self.groups = ParallelGroups.of(groups)
@@ -117,7 +118,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         self._require_same(0)
         self._member.sync_from_model()
         self._member.unverified_params.clear()
-        ownership.record(self, optimizer)
+        misuse.record(self, optimizer)
         keep_loaded_state(self, optimizer)
         self.grad_scaler = grad_scaler
         if self.device.type != "meta":
@@ -156,7 +157,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
 
     @override
     def _settings_error(self) -> UsageError | None:
-        return ownership.scaler_conflict(self.grad_scaler, (self,))
+        return misuse.scaler_conflict(self.recipe.grad_scaler, (self,))
 
     @property
     def reduces_in_backward(self) -> bool:

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.utils import validate
-from megascale.utils.collectives import group_size, is_alone_in_world, is_initialized
+from megascale.utils.collectives import group_size, is_initialized
 
 DATA_PARALLEL_NAMES = (
     "dp",
@@ -204,15 +204,6 @@ class ParallelGroups:
 
 class AssumedAlone(ParallelGroups):
     """This rank alone, as no groups were given, and torch.distributed was not initialised."""
-
-    def require_alone(self) -> None:
-        """Raise UsageError if torch.distributed has been initialised since, with other ranks."""
-        if not is_alone_in_world():
-            raise UsageError(
-                "the optimizer was built before torch.distributed.init_process_group(), for this rank alone, and now "
-                f"there are {dist.get_world_size()} ranks: build it afterwards, or, where each rank trains a model of "
-                "its own, pass groups=ParallelGroups()"
-            )
 
 
 def is_expert(param: Any) -> bool:

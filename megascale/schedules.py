@@ -27,7 +27,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, U
 from megascale.host_view import HostView
 from megascale.landed.learning_rates import GroupRates, number_of, takes_rates_on_device
 from megascale.landed.steps import StepOutcomes
-from megascale.utils.graph_breaks import methods_outside_of_graphs
+from megascale.utils.calls import methods_outside_of_graphs
 from megascale.utils.nests import are_equal
 from megascale.utils.portable import LEAVES, plain
 

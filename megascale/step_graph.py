@@ -15,10 +15,9 @@ from torch import Tensor
 from megascale.errors import ArgumentTypeError, UsageError
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.utils import validate
+from megascale.utils.calls import methods_outside_of_graphs
 from megascale.utils.collectives import runs_on_streams
-from megascale.utils.graph_breaks import methods_outside_of_graphs
-from megascale.utils.graph_capture import is_capturing
-from megascale.utils.transfer import to_device_async
+from megascale.utils.transfer import is_capturing, to_device_async
 
 
 @methods_outside_of_graphs

@@ -37,7 +37,7 @@ LIBRARIES = ROOT / "megascale/kernels/native/libraries"
 # nor is what runs on a GPU only.
 OUTSIDE = (
     "amp", "checkpoint", "cli", "integrations", "interop", "train", "apex_backend", "triton", "step_graph", "__main__",
-    "__init__", "profiling", "program", "metrics", "estimation",
+    "__init__", "program", "metrics", "estimation",
 )  # fmt: skip
 SECONDS = 900
 """After which a run of tests counts as failed: something waits for ever. A busy machine needs more (``--limit``)."""

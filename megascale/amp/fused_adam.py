@@ -13,8 +13,8 @@ from megascale.amp.local_grads import LocalGrads, reader_of
 from megascale.kernels import AdamHyper, Backend, Decision, Forms, Operands, TensorList, TorchBackend
 from megascale.rules import ADAM
 from megascale.step.kernel_state import rate
+from megascale.utils.calls import has_step_hooks
 from megascale.utils.identity import are_same
-from megascale.utils.step_hooks import has_step_hooks
 
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 """In the order in which torch collects it."""

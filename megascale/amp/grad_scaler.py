@@ -23,7 +23,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend, stats_dtype
 from megascale.step.overflow_report import OverflowReport
 from megascale.utils import call_site, validate, wording
-from megascale.utils.graph_breaks import methods_outside_of_graphs
+from megascale.utils.calls import methods_outside_of_graphs
 from megascale.utils.transfer import to_device_async
 
 

@@ -17,9 +17,9 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import LARGEST_SUM_SQUARES, Decision, clip_coefficient
 from megascale.optimizer import StepResult
 from megascale.utils import validate
+from megascale.utils.calls import outside_of_graphs
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import to_local
-from megascale.utils.graph_breaks import outside_of_graphs
 from megascale.utils.transfer import to_device_async
 
 

@@ -3,7 +3,7 @@
 from megascale.debug.modules import ModuleWatch, watch
 from megascale.debug.reporting import OverflowReporter, report_overflows
 from megascale.debug.underflow import UnderflowMeter
-from megascale.step.non_finite_module import NonFiniteModule, TensorStatistics
+from megascale.step.overflow_report import NonFiniteModule, TensorStatistics
 
 __all__ = [
     "ModuleWatch",

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megascale.debug.gradients import remove_hooks, weakly
 from megascale.errors import ArgumentTypeError
-from megascale.step.non_finite_module import LIVE, NonFiniteModule, TensorStatistics
-from megascale.step.overflows import own_rank
+from megascale.step.overflow_report import NonFiniteModule, TensorStatistics
+from megascale.step.overflows import LIVE, own_rank
 from megascale.utils.dtensors import to_local
 from megascale.utils.transfer import to_device_async
 

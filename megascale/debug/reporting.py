@@ -15,9 +15,9 @@ from megascale.base_optimizer import MegascaleOptimizer
 from megascale.debug.gradients import GradWatch, WatchedParam
 from megascale.errors import ArgumentError, ArgumentTypeError, MegascaleError, UsageError
 from megascale.step.misuse import BUILD_LAST
-from megascale.step.observers import SeenGrads
 from megascale.step.overflow_report import OverflowReport
 from megascale.step.overflows import OverflowRecorder
+from megascale.step.result import SeenGrads
 from megascale.utils import validate
 from megascale.utils.collectives import group_rank, raise_together
 from megascale.utils.dtensors import is_dtensor

@@ -14,11 +14,10 @@ from megascale.main_params.main_param import MainParam
 from megascale.step.grad_stats import Holders
 from megascale.step.member import StepMember
 from megascale.step.misuse import Statistics
-from megascale.step.observers import StepObserver, StepRecord
+from megascale.step.result import StepObserver, StepRecord
 from megascale.utils import validate
 from megascale.utils.collectives import all_gather_object
-from megascale.utils.graph_capture import is_capturing
-from megascale.utils.transfer import to_device_async
+from megascale.utils.transfer import is_capturing, to_device_async
 
 LARGEST_FP16 = torch.finfo(torch.float16).max
 SMALLEST_NORMAL_FP16 = torch.finfo(torch.float16).smallest_normal
@@ -106,14 +105,14 @@ class UnderflowMeter(StepObserver):
 
     def _refuse_member(self) -> None:
         """Raise UsageError if a chain steps this optimizer: hooks of its own ``step()`` never run."""
-        if self._recipe.members[0].chain() not in (None, self._recipe):
+        if self._recipe.members[0].chain is not None and self._recipe.members[0].chain() not in (None, self._recipe):
             names = [param.name for member in self._recipe.members for param in member.main_params]
             raise UsageError(
                 f"the optimizer of {listed(names)} is a member of a ChainedOptimizer, whose step() an UnderflowMeter "
                 "on the member does not see; make the UnderflowMeter of the ChainedOptimizer"
             )
 
-    def on_step(self, agreed: Statistics | None, record: StepRecord) -> None:
+    def on_step(self, agreed: Statistics | None, record: StepRecord, *, overflowed: bool) -> None:
         """Keep the scale of a step that is to be measured, before it changes: clipping may begin the step early."""
         if self._is_due():
             self._scale = None if record.scaler is None else record.scaler.live_scale.clone()

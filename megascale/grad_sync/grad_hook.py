@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale.errors import ArgumentError
-from megascale.utils.graph_breaks import outside_of_graphs
+from megascale.utils.calls import outside_of_graphs
 from megascale.utils.live_objects import objects_of
 
 if TYPE_CHECKING:

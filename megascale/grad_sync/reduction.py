@@ -21,6 +21,7 @@ from typing_extensions import override
 from megascale.errors import ArgumentError
 from megascale.grad_sync.message_thread import MessageThread
 from megascale.parallel import GradGroup
+from megascale.utils.calls import span
 from megascale.utils.collectives import (
     Pending,
     all_reduce_start,
@@ -32,7 +33,6 @@ from megascale.utils.collectives import (
     reduce_scatter_start,
     runs_on_streams,
 )
-from megascale.utils.profiling import span
 from megascale.utils.streams import Lent, WriteOrder, keep_for_current_stream
 
 CHUNK = 1 << 18

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.step.counter import StepCounter
+from megascale.step.result import StepCounter
 
 
 class StepOutcomes:

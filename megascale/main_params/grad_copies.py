@@ -19,9 +19,9 @@ from megascale.grad_sync.grad_hook import owner_of
 from megascale.main_params.host_buffers import HostBuffers
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.weight_arrivals import WeightArrivals
+from megascale.utils.calls import outside_of_graphs
 from megascale.utils.collectives import is_alone_in_world
 from megascale.utils.dtensors import held, is_dtensor
-from megascale.utils.graph_breaks import outside_of_graphs
 from megascale.utils.streams import current_stream, keep
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

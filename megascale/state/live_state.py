@@ -15,7 +15,7 @@ from megascale.main_params.group_scales import decoded_where_cut
 from megascale.state import schema as portable_state
 from megascale.state.extra_state import ExtraState
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
-from megascale.step.counter import StepCounter, parse_counts
+from megascale.step.result import StepCounter, parse_counts
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import InnerUpdate
 from megascale.utils.dtensors import to_local

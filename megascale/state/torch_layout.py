@@ -27,7 +27,7 @@ from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.shard import ParamShard
 from megascale.state.schema import EXTRA_STATE, SHARED_STATE, is_held_as_codes
 from megascale.state.torch_frames import is_told_to_skip
-from megascale.step.counter import COUNT_KEYS
+from megascale.step.result import COUNT_KEYS
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import are_equal
 from megascale.utils.param_names import renames

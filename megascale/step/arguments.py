@@ -1,23 +1,21 @@
 """Checks a constructor's arguments: their types, and that every field of the config has an effect."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megascale.config import MOMENT_DTYPES, SCALER_FIELDS, OptimizerConfig
-from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.grad_sync.sync import GradSync
-from megascale.main_params.main_param import MainParam
 from megascale.rules import ADAM, BY_KIND, BY_NAME, MUON, RULES, SECOND, kinds_without
 from megascale.rules.options import values_of
 from megascale.step.misuse import BUILD_LAST
-from megascale.utils.dtensors import held, is_dtensor
+from megascale.utils.dtensors import is_dtensor
 from megascale.utils.live_objects import objects_of
 from megascale.utils.wording import either
 
@@ -158,27 +156,6 @@ def _check_fsdp1(optimizer: torch.optim.Optimizer) -> None:
         raise ArgumentError(
             f"parameter {position} (of {len(params)}) was flattened by FullyShardedDataParallel (FSDP1), which does "
             "not say what of it this rank holds; shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
-        )
-
-
-def require_values(device: torch.device) -> None:
-    """Raise UsageError if the optimizer was built on parameters of the meta device, which have no values to train."""
-    if device.type == "meta":
-        raise UsageError(
-            "the optimizer was built while its parameters were on the meta device, and so are its main params and "
-            "state; call module.to_empty(device=...), load or initialise the weights, then build the optimizer"
-        )
-
-
-def refuse_fake_mode(params: Iterable[MainParam]) -> None:
-    """Raise UsageError inside a FakeTensorMode, in which new tensors have no memory, if ``params`` are real."""
-    if torch._C._get_dispatch_mode(_FAKE) is None:
-        return
-    models = (param.model for param in params)
-    if not all(isinstance(held(model), FakeTensor) for model in models):
-        raise UsageError(
-            "a step inside a FakeTensorMode computes nothing, but the optimizer's parameters are real: take the step "
-            "outside it, or build the model and the optimizer inside it"
         )
 
 

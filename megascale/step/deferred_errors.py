@@ -19,7 +19,6 @@ from megascale.parallel import ParallelGroups
 from megascale.step.consensus import Consensus, StepFacts
 from megascale.step.update import OverflowFlags
 from megascale.utils.dtensors import to_local
-from megascale.utils.graph_capture import is_capturing
 from megascale.utils.transfer import to_device_async
 
 
@@ -33,6 +32,7 @@ class DeferredErrors:
     Attributes:
         consensus: votes, and names what differs between ranks.
         times_replaced: how often :meth:`reset` was called.
+        on_host: whether statistics lie in host memory, where it reads them at once.
         no_errors: what :meth:`as_statistic` returns for none, and where another has counted them.
         flags: the roundings of this step and the one before, as the host learns of an overflow one step late.
     """
@@ -40,7 +40,7 @@ class DeferredErrors:
     def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
         self.consensus = Consensus(groups, device)
         self.times_replaced = 0
-        self._on_host = device.type == "cpu"
+        self.on_host = device.type == "cpu"
         self._device = device
         self._view = HostView()
         self._error: Exception | None = None
@@ -82,11 +82,9 @@ class DeferredErrors:
         """Raise on every rank alike if any had an error, as soon as the host can know. ``vector``: agreed statistics.
 
         Returns the statistics that the host can know without waiting: of this step, or of the one before, or None.
-        While a graph is captured nothing can be known: call it after each replay.
+        While a graph is captured nothing can be known: it is called after each replay.
         """
-        if is_capturing(self._device):
-            return None
-        known = known_values(vector, self._view, late=not self._on_host)
+        known = vector.tolist() if self.on_host else known_values(vector, self._view, late=True)
         if known is not None and known[Statistic.ERRORS] != 0:
             self._raise_together()
         return known
@@ -105,24 +103,22 @@ class DeferredErrors:
     def record_overflows(self, overflow_flags: list[OverflowFlags]) -> None:
         """Record, on the device, which main params did not fit their model params."""
         self.flags.append(overflow_flags)
-        self._count(overflow_flags, self._num_overflowed)
+        self.count_overflows(overflow_flags, self._num_overflowed)
 
-    def rehearse(self, overflow_flags: list[OverflowFlags]) -> None:
-        """Run the device work of :meth:`record_overflows`, and record nothing."""
-        self._count(overflow_flags, torch.empty_like(self._num_overflowed))
-
-    def _count(self, overflow_flags: list[OverflowFlags], out: Tensor) -> None:
-        """Write into ``out`` how many of all flags are set."""
-        flags = [to_device_async(one.overflowed, self._device) for one in overflow_flags]
+    def count_overflows(self, overflow_flags: list[OverflowFlags], total: Tensor) -> None:
+        """Write into ``total``, 0-d, how many main params did not fit. Nothing is recorded."""
+        flags = []
+        for flagged in overflow_flags:
+            flags.append(to_device_async(flagged.overflowed, self._device))
         if flags:
             together = flags[0] if len(flags) == 1 else torch.cat(flags)
-            torch.sum(together, 0, dtype=out.dtype, out=out)
+            torch.sum(together, 0, dtype=total.dtype, out=total)
 
     def raise_local(self) -> None:
         """Raise at once where this rank is alone, as far as the host knows without waiting."""
         if not self.consensus.is_alone:
             return
-        if self._error is not None or (self._on_host and self._num_overflowed.reshape(1).tolist() != [0.0]):
+        if self._error is not None or (self.on_host and self._num_overflowed.reshape(1).tolist() != [0.0]):
             self._raise_together()
 
     def _raise_together(self) -> None:

@@ -1,9 +1,9 @@
 """StepMember: one optimizer's part in a step. It measures its gradients, and updates its parameters as decided."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -14,20 +14,19 @@ from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Backend, Decision
 from megascale.main_params.base import MainParams
+from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
 from megascale.step import grad_stats
-from megascale.step.counter import StepCounter
 from megascale.step.grad_stats import GradStats
 from megascale.step.host_update import HostUpdate
 from megascale.step.joined_states import states_of
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.local_grads import Collected, ReadyGrads
-from megascale.step.result import CapturedStep
+from megascale.step.result import CapturedStep, StepCounter
 from megascale.step.torch_states import is_per_element
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import PendingUpdate
 from megascale.step.update_selection import select_update
-from megascale.utils.autograd import without_grad
 from megascale.utils.dtensors import held
 from megascale.utils.nests import tensors_in
 from megascale.utils.portable import NO_OPTIONS, portable
@@ -51,8 +50,7 @@ class StepMember:
 
     Attributes:
         ready: a step that is decided and not yet taken.
-        chain: returns the recipe of the newest ChainedOptimizer that steps this member with others, which is a weak
-            reference; None where there is none.
+        chain: the recipe of the newest ChainedOptimizer that steps this member with others; None: none does.
         is_lent: whether the wrapped optimizer holds its main params just now, outside of a step.
         grads: what collects its gradients.
         captured: steps of it that graphs hold.
@@ -94,7 +92,7 @@ class StepMember:
         self.ready: ReadyStep | None = None
         self.is_lent = False
         self.captured: WeakSet[CapturedStep] = WeakSet()
-        self.chain: Callable[[], object | None] = lambda: None
+        self.chain: ref[object] | None = None
         self.unverified_params: dict[str, nn.Parameter] = {}
         self._compares = grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ
         self.grads = ReadyGrads(
@@ -103,15 +101,17 @@ class StepMember:
 
     # Before the decision
 
-    @without_grad
     def sync_from_model(self) -> None:
         """Take over changes of ``param_groups`` and writes to model params."""
         self.require_not_lent("this call")
-        param_groups = self.optimizer.param_groups
-        made = self.main_params.sync_from_model(param_groups)
-        if not made:
-            return
-        created = {id(param) for param in made}
+        made = self.main_params.sync_from_model(self.optimizer.param_groups)
+        if made:
+            self._make_states(made)
+
+    @torch.no_grad()
+    def _make_states(self, made: Sequence[MainParam]) -> None:
+        """Check new parameters, and make their state; drop that of parameters that are no longer there."""
+        param_groups, created = self.optimizer.param_groups, {id(param) for param in made}
         here = {id(param) for group in param_groups for param in group["params"]}
         state = states_of(self.optimizer)
         for gone in [key for key in state if isinstance(key, Tensor) and id(key) not in here]:

@@ -1,10 +1,26 @@
-"""Detects misuse in a step's agreed statistics. Every rank has the same numbers, so that all raise alike."""
+"""Detects misuse: in who wraps and scales what, in a step's surroundings, and in its agreed statistics.
 
+Every rank has the same statistics, so that all raise alike. An inner optimizer has one wrapper at a time, and a scaler
+one user: such references are weak, so that an optimizer that is garbage-collected frees both.
+"""
+
+import gc
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
-from megascale.errors import UsageError, listed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from megascale.errors import ArgumentError, UsageError, listed
+from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import LARGEST_SUM_SQUARES, REPLICA_TOLERANCE, Statistic
+from megascale.main_params.main_param import MainParam
 from megascale.step.local_grads import ReplicaSet
+from megascale.utils.dtensors import held
+from megascale.utils.live_objects import objects_of
 
 BUILD_LAST = (
     "if it was built before fully_shard() or module.to_empty(), which replace parameters, or for another model, build "
@@ -14,6 +30,120 @@ BUILD_LAST = (
 
 Statistics = Sequence[float]
 """Agreed statistics as host numbers, by :class:`megascale.kernels.Statistic`."""
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_wrappers: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[torch.optim.Optimizer]] = WeakKeyDictionary()
+_users: WeakKeyDictionary[MegatronGradScaler, WeakSet[torch.optim.Optimizer]] = WeakKeyDictionary()
+
+
+def check_unwrapped(inner: torch.optim.Optimizer) -> None:
+    """Raise ArgumentError if a live optimizer already wraps ``inner``: each would hold its own main params.
+
+    A wrapper that only a reference cycle keeps counts as dropped.
+    """
+    if inner in _wrappers:
+        gc.collect()
+    wrapper = _wrappers[inner]() if inner in _wrappers else None
+    if wrapper is not None:
+        raise ArgumentError(
+            f"optimizer ({type(inner).__name__}) is wrapped by a {type(wrapper).__name__} already, and two would keep "
+            "two sets of main params for the same parameters; use that one, or drop it first (del, also of a schedule "
+            "built on it)"
+        )
+
+
+def record(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Remember, weakly, that ``wrapper`` wraps ``inner``."""
+    _wrappers[inner] = ref(wrapper)
+
+
+def record_user(wrapper: torch.optim.Optimizer, scaler: MegatronGradScaler) -> None:
+    """Remember, weakly, that the steps of ``wrapper`` update ``scaler``."""
+    _users.setdefault(scaler, WeakSet()).add(wrapper)
+
+
+def scaler_conflict(
+    scaler: MegatronGradScaler | None, stepping: Collection[torch.optim.Optimizer]
+) -> UsageError | None:
+    """Return an error if an optimizer that is not in ``stepping`` would update ``scaler`` too."""
+    if scaler is None or scaler.may_be_shared:
+        return None
+    users = _users[scaler]
+    if len(users) == len(stepping):
+        return None
+    gc.collect()
+    for gone in [user for user in users if getattr(user, "grad_scaler", None) is not scaler]:
+        users.discard(gone)
+    others = [user for user in users if all(user is not one for one in stepping)]
+    if not others:
+        return None
+    return UsageError(
+        f"the grad scaler is shared with another {type(others[0]).__name__}, and each of its steps would update the "
+        "scale that the other's loss was scaled by; step them as one with ChainedOptimizer([...]), or give each a "
+        "scaler of its own (or delete the optimizer that you no longer use)"
+    )
+
+
+def require_values(device: torch.device, params: Iterable[MainParam] = ()) -> None:
+    """Raise UsageError where tensors have no values to train: on the meta device, or in a FakeTensorMode.
+
+    Args:
+        device: of the optimizer, which may have been built on parameters of the meta device.
+        params: real ones have no place in a FakeTensorMode, in which new tensors have no memory.
+    """
+    if device.type == "meta":
+        raise UsageError(
+            "the optimizer was built while its parameters were on the meta device, and so are its main params and "
+            "state; call module.to_empty(device=...), load or initialise the weights, then build the optimizer"
+        )
+    if torch._C._get_dispatch_mode(_FAKE) is None:
+        return
+    if not all(isinstance(held(param.model), FakeTensor) for param in params):
+        raise UsageError(
+            "a step inside a FakeTensorMode computes nothing, but the optimizer's parameters are real: take the step "
+            "outside it, or build the model and the optimizer inside it"
+        )
+
+
+def require_alone() -> None:
+    """Raise UsageError if torch.distributed, which was not initialised at the construction, now has other ranks."""
+    if dist.get_world_size() > 1:
+        raise UsageError(
+            "the optimizer was built before torch.distributed.init_process_group(), for this rank alone, and now "
+            f"there are {dist.get_world_size()} ranks: build it afterwards, or, where each rank trains a model of "
+            "its own, pass groups=ParallelGroups()"
+        )
+
+
+class JoinGuard:
+    """Looks whether the DistributedDataParallels around some parameters are inside of ``join()``.
+
+    A rank that has run out of batches answers there for DistributedDataParallel, but not for a step: the message of
+    the others' decision would meet one of ``join()``, and gloo ends the process for that. Which modules there are is
+    found out at the first step, in tens of milliseconds; each step then reads a flag.
+    """
+
+    def __init__(self) -> None:
+        self._around: list[ref[DistributedDataParallel]] | None = None
+
+    def check(self, params: Iterable[Tensor]) -> None:
+        """Raise UsageError inside of ``join()``, unless that ends the loops of all ranks with the shortest."""
+        if self._around is None:
+            ours = {id(param) for param in params}
+            self._around = [
+                ref(one)
+                for one in objects_of(DistributedDataParallel)
+                if any(id(param) in ours for param in one.parameters())
+            ]
+        for wrapper in self._around:
+            config = getattr(wrapper(), "_join_config", None)  # torch keeps it after the block
+            if config is not None and config.enable and not config.throw_on_early_termination:
+                raise UsageError(
+                    "step() inside of DistributedDataParallel.join(): a rank that has run out of batches takes no part "
+                    "in the decision that all ranks share. Give each rank as many batches (DistributedSampler does, "
+                    "beside a DataLoader with drop_last=True), or pass join(throw_on_early_termination=True), which "
+                    "raises a RuntimeError on every rank once the first has no more: catch it around the block"
+                )
 
 
 def was_skipped(agreed: Statistics) -> bool:

@@ -1,13 +1,13 @@
-"""OverflowReport: which parameters' gradients made a step skip, on which rank, and how."""
+"""OverflowReport: which parameters' gradients made a step skip, on which rank, and how; and what it is made of."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from megascale.errors import MOST_NAMES
-from megascale.step.losses import NonFiniteLoss
-from megascale.step.non_finite_module import NonFiniteModule, first_module
 
 COLUMNS = ("parameter", "rank", "micro-batch", "non-finite", "of", "largest finite")
 MOST_ROWS = 32
@@ -54,6 +54,73 @@ class OverflowEntry:
 
 
 Entries = tuple[OverflowEntry, ...]
+
+
+@dataclass(frozen=True)
+class NonFiniteLoss:
+    """A loss that was inf or NaN when ``scale_loss()`` was given it.
+
+    Attributes:
+        rank: the global rank that computed it.
+        micro_batch: the how many-eth loss of the step it was, from 0.
+        value: inf, -inf or NaN.
+    """
+
+    rank: int
+    micro_batch: int
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.value} on rank {self.rank} in micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """Statistics of a module's inputs, or of its outputs, over all their floating-point tensors.
+
+    Attributes:
+        minimum, maximum, mean_abs: of the finite elements; 0 without any.
+        share_non_finite: inf and NaN among all elements.
+        dtype: of the first tensor.
+    """
+
+    minimum: float
+    maximum: float
+    mean_abs: float
+    share_non_finite: float
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return (
+            f"{str(self.dtype).removeprefix('torch.')} between {self.minimum:g} and {self.maximum:g}, mean magnitude "
+            f"{self.mean_abs:g}, {self.share_non_finite:.3%} not finite"
+        )
+
+
+@dataclass(frozen=True)
+class NonFiniteModule:
+    """Where inf or NaN appeared first.
+
+    Attributes:
+        module: its name in the model; the model itself has its class's name.
+        phase: "forward": its output was not finite. "backward": the gradient of its output was not, which the modules
+            after it in forward have computed.
+        call: which of the module's calls, from 0, since the watch was made or cleared.
+        inputs: of the module, in that call.
+        found: of its output, or of its output's gradient.
+        rank: global, of the process that saw it.
+    """
+
+    module: str
+    phase: str
+    call: int
+    inputs: TensorStatistics
+    found: TensorStatistics
+    rank: int = 0
+
+    def __str__(self) -> str:
+        what = "output" if self.phase == "forward" else "gradient of the output"
+        return f"{what} of {self.module!r} (call {self.call}): {self.found}; inputs: {self.inputs}"
 
 
 @dataclass(frozen=True)
@@ -199,6 +266,15 @@ def merged(ranks: Sequence[OverflowReport]) -> OverflowReport:
         module=first_module(rank.module for rank in ranks),
         losses=losses if are_known else None,
         only_nan=all(rank.only_nan for rank in ranks),
+    )
+
+
+def first_module(found: Iterable[NonFiniteModule | None]) -> NonFiniteModule | None:
+    """Return the likely origin among what watches, or ranks, saw: forward comes before backward."""
+    return min(
+        (module for module in found if module is not None),
+        key=lambda module: (module.phase != "forward", module.call, module.rank),
+        default=None,
     )
 
 

@@ -8,7 +8,8 @@ accelerator, when its gradients are gone.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,17 +20,82 @@ from typing_extensions import override
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import describe_non_finite
 from megascale.parallel import ParallelGroups
-from megascale.step import non_finite_module
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
-from megascale.step.losses import Losses, non_finite_losses
 from megascale.step.member import StepMember
-from megascale.step.misuse import Statistics, was_skipped
-from megascale.step.observers import BetweenSteps, SeenGrads, StepObserver, StepRecord
-from megascale.step.overflow_report import Entries, OverflowEntry, OverflowReport, in_order, merged
+from megascale.step.misuse import was_skipped
+from megascale.step.overflow_report import (
+    Entries,
+    NonFiniteLoss,
+    OverflowEntry,
+    OverflowReport,
+    first_module,
+    in_order,
+    merged,
+)
+from megascale.step.result import BetweenSteps, ModuleEvents, SeenGrads, StepRecord
 from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.dtensors import to_local
-from megascale.utils.graph_capture import is_capturing
+
+MOST_LOSSES = 1024
+"""Of more losses between two steps nothing is known: a loop that never steps must not fill the memory."""
+
+
+class Losses:
+    """References to the losses since the last step. No copy and no read: each is one tensor without its graph.
+
+    Attributes:
+        count: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._kept: list[Tensor] = []
+
+    def add(self, losses: Any) -> None:
+        """Keep a loss, not scaled, of any shape and floating-point dtype, or those of a list or tuple.
+
+        Of what can be gone through only once, nothing is known.
+        """
+        given = [losses] if isinstance(losses, Tensor) else losses
+        if isinstance(given, (list, tuple)) and all(isinstance(loss, Tensor) for loss in given):
+            self.count += len(given)
+            if self.count <= MOST_LOSSES:
+                self._kept += [loss.detach() for loss in given]
+        else:
+            self.count += MOST_LOSSES + 1
+
+    def take(self) -> list[Tensor] | None:
+        """Return the losses since the last call; None where there was none, or not all of them were kept."""
+        kept = self._kept if 0 < self.count <= MOST_LOSSES else None
+        self.count, self._kept = 0, []
+        return kept
+
+
+def non_finite_losses(losses: Sequence[Tensor] | None, rank: int) -> tuple[NonFiniteLoss, ...] | None:
+    """Return those that are inf or NaN, in their order; None where ``losses`` is None. Waits for the device."""
+    if losses is None:
+        return None
+    found = []
+    for index, loss in enumerate(losses):
+        values = to_local(loss).flatten()
+        bad = values[~torch.isfinite(values)][:1].tolist()
+        found += [NonFiniteLoss(rank, index, float(value)) for value in bad]
+    return tuple(found)
+
+
+class WatchedModules(Protocol):
+    """A watch of a model's modules: :class:`megascale.debug.ModuleWatch`."""
+
+    def has_param_of(self, ids: set[int]) -> bool:
+        """Return whether the model has a parameter with one of these ids."""
+
+    def take(self) -> ModuleEvents:
+        """Return what was seen since the last call, without waiting for the device."""
+
+
+LIVE: WeakKeyDictionary[WatchedModules, None] = WeakKeyDictionary()
+"""Watches, oldest first: steps of optimizers of the watched model's parameters take what they see."""
 
 
 class OverflowListener(Protocol):
@@ -69,9 +135,13 @@ class LastOverflow(ABC):
 
     def _take_seen(self, params: Callable[[], Iterable[Tensor]]) -> BetweenSteps:
         """Return what was seen since the last call. ``params``: returns those that are trained; asked rarely."""
-        num_losses, losses = self.losses.count, self.losses.take()
+        micro_batch = 0 if self.losses.count == 1 else None
         grads = None if self.listener is None else self.listener.take()
-        return BetweenSteps(grads, non_finite_module.take(params), losses, 0 if num_losses == 1 else None)
+        modules: list[ModuleEvents] = []
+        if LIVE:
+            ids = {id(param) for param in params()}
+            modules = [watch.take() for watch in LIVE if watch.has_param_of(ids)]
+        return BetweenSteps(grads, modules, self.losses.take(), micro_batch)
 
     def _tell(self, step: int, scale: float | None, seen: BetweenSteps, at_the_step: Entries, num_grads: int) -> None:
         """Describe a skipped step, of which ``num_grads`` gradients were there. Waits for the device."""
@@ -86,7 +156,7 @@ class LastOverflow(ABC):
             scale,
             in_order(at_the_step if early is None else early),
             before_reduction=early is not None,
-            module=non_finite_module.first_module(events.first() for events in seen.modules),
+            module=first_module(events.first() for events in seen.modules),
             losses=None if self._may_be_reduced and not losses else losses,
             only_nan=last is not None and len(at_the_step) == num_grads and hold_nan and last.num_nan == last.numel,
             at_the_step=at_the_step,
@@ -116,22 +186,31 @@ class LastOverflow(ABC):
         return "" if report is None else report.worst()
 
 
-class OverflowRecorder(LastOverflow, StepObserver):
-    """Records the last skipped step of a recipe."""
+class OverflowRecorder(LastOverflow):
+    """Records the last skipped step of a recipe.
 
-    def __init__(self, members: Sequence[StepMember], groups: ParallelGroups, device: torch.device) -> None:
+    Attributes:
+        newest: what is kept of the newest step; None before the first. Set once nobody has refused the step.
+    """
+
+    def __init__(self, members: Sequence[StepMember], groups: ParallelGroups) -> None:
         super().__init__(groups.grad_stats)
         self._members = list(members)
-        self._device = device
-        self._on_host = device.type == "cpu"
-        self._newest: StepRecord | None = None
+        self._on_host = members[0].device.type == "cpu"
+        self.newest: StepRecord | None = None
         self._skipped: StepRecord | None = None  # known, and not told yet
         self._told: StepRecord | None = None  # the record that `_own` describes
 
     # In a step
 
     def record(
-        self, collected: Sequence[Collected], stats: GradStats, found_inf: Tensor, scaler: MegatronGradScaler | None
+        self,
+        collected: Sequence[Collected],
+        stats: GradStats,
+        found_inf: Tensor,
+        scaler: MegatronGradScaler | None,
+        *,
+        capturing: bool,
     ) -> StepRecord:
         """Return the record of a step that was decided on, before its loss scale changes.
 
@@ -140,10 +219,10 @@ class OverflowRecorder(LastOverflow, StepObserver):
             stats: agreed; the counts are this rank's.
             found_inf: the decision's.
             scaler: of the loss.
+            capturing: whether a graph is captured, which will replay the step.
         """
         # Taken at the decision: observers may be told one step later, when the next losses are there.
         seen = self._take_seen(lambda: (param for _, param in self.named_params()))
-        captured = is_capturing(self._device)
         params, num_grads = [], 0
         for own in collected:
             params.append(own.params)
@@ -154,7 +233,7 @@ class OverflowRecorder(LastOverflow, StepObserver):
             live = scaler.live_scale
             scale = live.tolist()[0] if self._on_host else None if self.listener is None else live.clone()
         return StepRecord(
-            None if captured else self._members[0].counter.taken,
+            None if capturing else self._members[0].counter.taken,
             params,
             num_grads,
             stats.non_finite,
@@ -163,35 +242,22 @@ class OverflowRecorder(LastOverflow, StepObserver):
             found_inf,
             scaler,
             scale,
-            seen._replace(losses=None) if captured else seen,  # a replay's losses may be others
+            seen._replace(losses=None) if capturing else seen,  # a replay's losses may be others
         )
 
-    def on_step(self, agreed: Statistics | None, record: StepRecord) -> None:
-        """Keep the record of the step that the host now knows of, if it was skipped, and describe it to a listener."""
-        reported, self._newest = self.record_of_statistics(record), record
-        if agreed is not None and reported is not None and was_skipped(agreed):
-            self._skipped = reported
-            if self.listener is not None:
-                self._read(reported, grads_are_there=self._on_host)
-                self.listener.on_skip()
-
-    def record_of_statistics(self, record: StepRecord) -> StepRecord | None:
-        """Return the record of the step whose statistics the host knows, at ``record``'s, before on_step()."""
-        return record if self._on_host else self._newest
-
-    @property
-    def newest(self) -> StepRecord:
-        """What is kept of the newest step. Raises LookupError before the first."""
-        if self._newest is None:
-            raise LookupError("no step yet")
-        return self._newest
+    def on_skip(self, record: StepRecord) -> None:
+        """Keep the record of an overflow that the host now knows of, and describe it to a listener."""
+        self._skipped = record
+        if self.listener is not None:
+            self._read(record, grads_are_there=self._on_host)
+            self.listener.on_skip()
 
     # Asked by the host
 
     @override
     def last(self, *, gather: bool) -> OverflowReport | None:
-        if self._newest is not None and was_skipped(self._newest.vector.tolist()):
-            self._read(self._newest, grads_are_there=True)
+        if self.newest is not None and was_skipped(self.newest.vector.tolist()):
+            self._read(self.newest, grads_are_there=True)
         elif self._skipped is not None:
             self._read(self._skipped, grads_are_there=False)
         return self.last_known(gather=gather)

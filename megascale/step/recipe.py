@@ -24,19 +24,19 @@ import gc
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megascale.errors import ArgumentError, ArgumentTypeError, InnerStepError, MegascaleError, UsageError, listed
+from megascale.errors import ArgumentTypeError, InnerStepError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision, Statistic
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import AssumedAlone, ParallelGroups
 from megascale.step import grad_stats
-from megascale.step.arguments import refuse_fake_mode, require_values
 from megascale.step.deferred_errors import DeferredErrors
 from megascale.step.facts import FactsOfSteps
 from megascale.step.grad_stats import GradStats
@@ -44,30 +44,28 @@ from megascale.step.local_grads import Collected
 from megascale.step.main_grads import LentGrads, require_lendable
 from megascale.step.member import ReadyStep, StepMember
 from megascale.step.misuse import (
+    JoinGuard,
     Statistics,
     differing_replicas,
     has_no_gradient,
     has_only_zeros,
     have_replicas_parted,
     parted_replicas,
+    require_alone,
+    require_values,
     unscaled_loss_error,
     untrained_error,
     was_skipped,
 )
-from megascale.step.observers import StepObserver, StepRecord
 from megascale.step.overflows import OverflowRecorder
-from megascale.step.result import CapturedStep, StepResult
+from megascale.step.result import CapturedStep, StepObserver, StepRecord, StepResult
 from megascale.step.stalls import StallWatch
-from megascale.step.uneven_batches import JoinGuard
 from megascale.step.update import OverflowFlags
-from megascale.utils import validate
+from megascale.utils.calls import span
 from megascale.utils.collectives import all_gather_object, group_size, raise_together
-from megascale.utils.graph_capture import is_capturing
-from megascale.utils.profiling import span
-from megascale.utils.transfer import to_device_async
+from megascale.utils.transfer import is_capturing, to_device_async
 
 _MAIN_PARAMS = attrgetter("main_params")
-_UNPREPARED = "step_with_ready_grads() needs prepare_grads() first; step() calls both"
 
 
 class StepRecipe:
@@ -84,6 +82,9 @@ class StepRecipe:
 
     Attributes:
         last_result: of the newest step or replay, what :meth:`apply` returned; None before the first.
+        grad_scaler: of the loss, or None; see :meth:`set_grad_scaler`.
+        device: where decisions live.
+        overflows: keeps what a report of the last skipped step needs.
         observers: are told of each step, in this order, after it was decided on.
     """
 
@@ -98,38 +99,31 @@ class StepRecipe:
     ) -> None:
         self.members = list(members)
         self.groups = groups
-        self._grad_scaler = grad_scaler
+        self.device = members[0].device
         self.clip_grad = clip_grad
-        self.errors = DeferredErrors(groups, members[0].device)
+        self.errors = DeferredErrors(groups, self.device)
         self._facts = FactsOfSteps(members, groups)
         self._join_guard = JoinGuard()
         self.grads_are_scaled = grads_are_scaled
         self.last_result: StepResult | None = None
-        self.overflows = OverflowRecorder(members, groups, members[0].device)
+        self.overflows = OverflowRecorder(members, groups)
         self._most_norm = members[0].config.grad_norm_skip_threshold
         watch = StallWatch(members, self.overflows, sees_spikes=self._most_norm != math.inf)
-        # The watch asks the recorder which parameters overflowed, so that this must know of the step already.
-        self.observers: list[StepObserver] = [self.overflows, watch]
+        self.observers: list[StepObserver] = [watch]
         self._backend = members[0].backend
-        self._times_asked = 0
         self._has_trained = False
+        self.set_grad_scaler(grad_scaler)
 
-    @property
-    def grad_scaler(self) -> MegatronGradScaler | None:
-        """Of the loss. Set it between steps."""
-        return self._grad_scaler
-
-    @grad_scaler.setter
-    def grad_scaler(self, value: MegatronGradScaler | None) -> None:
-        self._grad_scaler = value
-        if value is not None:
-            self._times_asked = value.times_asked()
+    def set_grad_scaler(self, grad_scaler: MegatronGradScaler | None) -> None:
+        """Scale the loss by another scaler from the next step on. Only reads of its scale from now on count."""
+        self.grad_scaler = grad_scaler
+        self._times_asked = 0 if grad_scaler is None else grad_scaler.times_asked
 
     # The loss
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself."""
-        require_values(self.members[0].device)
+        require_values(self.device)
         if not isinstance(loss, Tensor):
             raise ArgumentTypeError(
                 f"loss must be a tensor with its graph, got {loss!r} of type {type(loss).__name__}; scale what the "
@@ -144,74 +138,63 @@ class StepRecipe:
     def get_loss_scale(self) -> Tensor:
         """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
         if self.grad_scaler is None:
-            return torch.ones(1, dtype=torch.float32, device=self.members[0].device)
+            return torch.ones(1, dtype=torch.float32, device=self.device)
         return self.grad_scaler.scale.clone()
 
     # Both halves
 
-    def step(self, error: MegascaleError | None = None) -> StepResult:
+    def step(self, error: Exception | None = None) -> StepResult:
         """Take a step: the one that :meth:`prepare` has left, where there is one.
 
         It is there on all ranks, or on none: a step that is decided exchanges no statistics again.
         """
         if self.decision is not None:
             return self.apply()
-        self.prepare(error)
-        return self._take(self._ready(_UNPREPARED))
+        collected, decision = self._decided(error, self.clip_grad)
+        return self._take(collected, decision)
 
     # The first half
 
-    def prepare(self, error: Exception | None = None) -> Decision:
-        """Finish, measure, agree, decide, rescale. ``error``: what this rank found already; all ranks raise it."""
-        self._check_surroundings()
-        error = self._in_a_chain() or error
-        scaler, scaled = self._grad_scaler, self._is_loss_scaled()
+    def prepare(self, error: Exception | None = None, clip_grad: float | None = None) -> Decision:
+        """Decide on a step, and keep it ready for :meth:`step` or :meth:`apply`.
+
+        Args:
+            error: what this rank found already; all ranks raise it.
+            clip_grad: largest norm in this step, in place of :attr:`clip_grad`.
+        """
         if self.decision is not None:
             error = error or UsageError(
                 "prepare_grads() has measured these gradients already, and updated the loss scale: take the step that "
                 "it decided with step_with_ready_grads() or step(), or call optimizer.zero_grad() before the next "
                 "backward"
             )
-        if not scaled and self.errors.consensus.is_alone:
-            error = error or unscaled_loss_error()
-        # In here an error is counted, never raised: the other ranks wait for this one.
-        collected, stats = self._measure_and_agree(error, scaled=scaled)
-        with span("decide"):
-            overflow, decision = self._decide(stats)
-        # Before the loss scale changes: a step that is refused here leaves it as it was.
-        agreed = self.errors.raise_agreed(stats.vector)
-        for member in self.members:
-            member.unverified_params.clear()
-        self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler))
-        # Observers may raise, too, so that the scale, which is state, changes after them.
-        with span("rescale"):
-            if scaler is not None:
-                scaler.update(overflow.found_inf)
-                self._times_asked = scaler.times_asked()
-        # Last: a step is ready only if no rank has refused it.
+        collected, decision = self._decided(error, self.clip_grad if clip_grad is None else clip_grad)
         for member, own in zip(self.members, collected, strict=True):
             member.ready = ReadyStep(own.updates, decision)
         return decision
 
-    def prepare_clipped(self, max_norm: float, norm_type: float, error: MegascaleError | None = None) -> Tensor:
-        """Prepare a step that clips to ``max_norm`` in place of ``clip_grad``; return the unclipped norm.
-
-        ``error``: as for :meth:`prepare`.
-        """
-        if not isinstance(max_norm, (int, float)):
-            raise ArgumentTypeError(
-                f"max_norm must be a number, got {type(max_norm).__name__}: the optimizer clips all of its own "
-                "parameters by one norm, so call optimizer.clip_grad_norm_(1.0), without them"
-            )
-        if norm_type != 2:
-            raise ArgumentError(f"norm_type must be 2, the norm that the optimizer clips by, got {norm_type!r}")
-        own = self.clip_grad
-        self.clip_grad = 0.0 if max_norm == math.inf else validate.positive("max_norm", max_norm)
-        try:
-            decision = self.prepare(error)
-        finally:
-            self.clip_grad = own
-        return decision.grad_norm
+    def _decided(self, error: Exception | None, clip_grad: float) -> tuple[list[Collected], Decision]:
+        """Finish, measure, agree, decide, rescale. Returns what each member will update, and the step's decision."""
+        error = self._check() or error
+        scaler, scaled = self.grad_scaler, self._is_loss_scaled()
+        if not scaled and self.errors.consensus.is_alone:
+            error = error or unscaled_loss_error()
+        # In here an error is counted, never raised: the other ranks wait for this one.
+        collected, stats = self._measure_and_agree(error, clip_grad, scaled=scaled)
+        with span("decide"):
+            overflow, decision = self._decide(stats, clip_grad)
+        # Before the loss scale changes: a step that is refused here leaves it as it was. In a capture nothing is known.
+        capturing = is_capturing(self.device)
+        agreed = None if capturing else self.errors.raise_agreed(stats.vector)
+        for member in self.members:
+            member.unverified_params.clear()
+        self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler, capturing=capturing))
+        # Observers may raise, too, so that the scale, which is state, changes after them.
+        with span("rescale"):
+            if scaler is not None:
+                scaler.update(overflow.found_inf)
+                self._times_asked = scaler.times_asked
+        return collected, decision
 
     @property
     def decision(self) -> Decision | None:
@@ -239,25 +222,24 @@ class StepRecipe:
         An error here is this rank's alone. Others wait for its gathers, so it takes part in them, and all ranks raise
         the error at the next step.
         """
-        ready = self._ready(_UNPREPARED)
-        self._check_surroundings()
-        if (error := self._in_a_chain()) is not None:
+        ready = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
+        if (error := self._check()) is not None:
             raise error  # nobody waits for this rank yet, and the chain can still take its step
-        return self._take(self._collected_again(ready))
+        return self._take(self._collected_again(ready), ready[0].decision)
 
-    def _take(self, ready: list[ReadyStep]) -> StepResult:
+    def _take(self, ready: Sequence[Collected | ReadyStep], decision: Decision) -> StepResult:
         """Take a decided step, whose tensors cannot have changed since they were checked."""
         self.discard_prepared()
-        decision = ready[0].decision
         with span("update"):
-            self.errors.record_overflows(self._apply_members(ready))
-        for member in self.members:  # a captured step on the device only: the host counts its replays
-            member.counter.count(decision.found_inf, on_host=not is_capturing(member.device))
+            self.errors.record_overflows(self._apply_members(ready, decision))
+        on_host = not is_capturing(self.device)  # a captured step on the device only: the host counts its replays
+        for member in self.members:
+            member.counter.count(decision.found_inf, on_host=on_host)
         with span("gather"):  # or start the gather that modules wait for
             for member in self.members:
                 member.main_params.end_step()
         self.errors.raise_local()
-        self.last_result = _result(decision)
+        self.last_result = StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)
         return self.last_result
 
     def discard_prepared(self) -> None:
@@ -292,18 +274,17 @@ class StepRecipe:
 
         The host waits for the statistics. ``error``: what this rank found already; all ranks raise it.
         """
-        self._check_surroundings()
-        error, scaled = self._in_a_chain() or error, self._is_loss_scaled()
+        error, scaled = self._check() or error, self._is_loss_scaled()
         try:
             for member in self.members:
                 require_lendable(member, with_grads=True)
         except UsageError as caught:
             error = error or caught
-        collected, stats = self._measure_and_agree(error, scaled=scaled, call="main_grads()")
+        collected, stats = self._measure_and_agree(error, self.clip_grad, scaled=scaled, call="main_grads()")
         agreed = self.errors.raise_now(stats.vector)
         if not has_only_zeros(agreed):  # no gradient at all has every scale
             self._require_sound(agreed, zip((own.params for own in collected), stats.sum_squares, strict=True))
-        scale = None if self._grad_scaler is None else self._grad_scaler.live_scale
+        scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
         pairs = (update.pairs() for own in collected for update in own.updates)
         grads = {id(param): grad for param, grad in chain.from_iterable(pairs)}
         return LentGrads(grads, self._backend.decide(stats.vector, scale, 0.0), was_skipped(agreed))
@@ -311,7 +292,7 @@ class StepRecipe:
     def no_grads_to_lend(self, members: Sequence[StepMember], error: Exception | None) -> LentGrads:
         """Return what :meth:`grads_to_lend` does where there are no gradients. All ranks raise what one has found."""
         try:
-            self._check_surroundings()
+            self._check()  # a chain's optimizers may each be lent alone: nothing is decided on
             for member in members:
                 require_lendable(member, with_grads=False)
                 member.sync_from_model()
@@ -330,17 +311,17 @@ class StepRecipe:
 
         This compiles and loads kernels and creates buffers, which is impossible while a graph is captured.
         """
-        collected, stats = self._measure_and_agree(None, scaled=True)
-        _, decision = self._decide(stats)
+        collected, stats = self._measure_and_agree(None, self.clip_grad, scaled=True)
+        _, decision = self._decide(stats, self.clip_grad)
         skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
         if self.grad_scaler is not None:
             self.grad_scaler.rehearse(skip.found_inf)
-        ready = [ReadyStep(own.updates, skip) for own in collected]
-        self.errors.rehearse(self._apply_members(ready))
+        flags = self._apply_members(collected, skip)
+        self.errors.count_overflows(flags, torch.empty_like(self.errors.no_errors))
         for member in self.members:
             member.counter.count(torch.zeros_like(skip.found_inf), on_host=False)
             member.main_params.end_step()
-        _result(skip)
+        torch.eq(skip.found_inf, 0)  # of the result
 
     def memory_layout(self) -> list[object]:
         """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""
@@ -348,8 +329,10 @@ class StepRecipe:
 
     def captured(self) -> CapturedStep:
         """Return what a graph must keep of the step that was captured last."""
+        if (record := self.overflows.newest) is None:
+            raise LookupError("no step yet")
         captured = CapturedStep(
-            self.overflows.newest,
+            record,
             self.errors.flags[-1],
             [member.grads.weights for member in self.members],
             self.last_result,
@@ -363,7 +346,7 @@ class StepRecipe:
 
     def _settings(self) -> dict[str, object]:
         """Return what a graph cannot read anew, by name."""
-        settings: dict[str, object] = {"clip_grad": self.clip_grad, "grad_scaler": self._grad_scaler}
+        settings: dict[str, object] = {"clip_grad": self.clip_grad, "grad_scaler": self.grad_scaler}
         for member in self.members:
             for index, group in enumerate(member.optimizer.param_groups):
                 names = member.optimizer.defaults.keys() - {"lr"}
@@ -410,33 +393,32 @@ class StepRecipe:
 
     # Parts
 
-    def _check_surroundings(self) -> None:
-        """Raise UsageError where no step can be computed."""
+    def _check(self) -> UsageError | None:
+        """Raise UsageError where no step can be computed; return one if a chain steps these members with others.
+
+        All ranks find the first alike. The second may be found by one rank alone, and the others would wait for it.
+        """
         for member in self.members:
             member.require_not_lent("a step")
-        if isinstance(self.groups, AssumedAlone):
-            self.groups.require_alone()
-        require_values(self.members[0].device)
-        refuse_fake_mode(chain.from_iterable(map(_MAIN_PARAMS, self.members)))
+        require_values(self.device, chain.from_iterable(map(_MAIN_PARAMS, self.members)))
+        if isinstance(self.groups, AssumedAlone) and dist.is_available() and dist.is_initialized():
+            require_alone()
         if not self.errors.consensus.is_alone:
             self._join_guard.check(param.model for member in self.members for param in member.main_params)
-
-    def _in_a_chain(self) -> UsageError | None:
-        """Return an error if another recipe, a chain's, steps these members with others, which would be left behind."""
         for member in self.members:
-            if member.chain() not in (None, self):
-                break
-        else:
-            return None
-        gc.collect()  # a chain that only a reference cycle keeps counts as dropped
-        others = [member for member in self.members if member.chain() not in (None, self)]
-        if not others:
-            return None
-        return UsageError(
-            f"the optimizer of {listed([param.name for param in others[0].main_params])} is in a ChainedOptimizer, "
-            "which takes one decision for all of its optimizers: call step(), prepare_grads() and clip_grad_norm_() of "
-            "the ChainedOptimizer that was built last; to step this optimizer by itself, drop that one first (del)"
-        )
+            if member.chain is None or member.chain() is self:
+                continue
+            gc.collect()  # a chain that only a reference cycle keeps counts as dropped
+            if member.chain() is None:
+                member.chain = None
+                continue
+            return UsageError(
+                f"the optimizer of {listed([param.name for param in member.main_params])} is in a ChainedOptimizer, "
+                "which takes one decision for all of its optimizers: call step(), prepare_grads() and "
+                "clip_grad_norm_() of the ChainedOptimizer that was built last; to step this optimizer by itself, drop "
+                "that one first (del)"
+            )
+        return None
 
     def _is_loss_scaled(self) -> bool:
         """Return whether the gradients can be those of a scaled loss, as far as this rank knows.
@@ -444,21 +426,72 @@ class StepRecipe:
         In a pipeline only the last stage has a loss. Optimizers that share a scaler each count its reads for
         themselves.
         """
-        scaler = self._grad_scaler
+        scaler = self.grad_scaler
         if scaler is None or self.grads_are_scaled:
             return True
-        return scaler.times_asked() != self._times_asked or not scaler.needs_scaled_loss
+        return scaler.times_asked != self._times_asked or not scaler.needs_scaled_loss
+
+    def _measure_and_agree(
+        self, error: Exception | None, clip_grad: float, *, scaled: bool, call: str = "step()"
+    ) -> tuple[list[Collected], GradStats]:
+        """Return what each member will update, and statistics of all of it: all ranks' vector, this rank's counts.
+
+        Args:
+            error: what this rank found already.
+            clip_grad: largest norm; all ranks must have the same.
+            scaled: whether the gradients can be those of a scaled loss.
+            call: what they are measured for; all ranks must make the same.
+        """
+        with span("finish"):
+            collected = [*map(StepMember.collect, self.members)]
+        with span("measure"):
+            for own in reversed(collected):
+                error = own.error or error
+            facts = None
+            if not self.errors.consensus.is_alone and error is None:
+                facts = self._facts.of_step(collected, clip_grad, self.grad_scaler, self.errors.times_replaced, call)
+            count, measured = self.errors.as_statistic(error, facts), list[GradStats]()
+            for member, own in zip(self.members, collected, strict=True):
+                measured.append(member.measure(own, count, scaled))
+                count = self.errors.no_errors  # counted once, however many members this rank has
+            stats = measured[0] if len(measured) == 1 else grad_stats.combined(measured)
+        with span("agree"):
+            if not self.errors.consensus.is_alone:
+                stats = grad_stats.agree(stats, self.groups)
+        return collected, stats
+
+    def _decide(self, stats: GradStats, clip_grad: float) -> tuple[Decision, Decision]:
+        """Return two decisions: as overflows alone make it, for the scaler, and the step's.
+
+        The step's also skips a norm above ``config.grad_norm_skip_threshold``, compared in fp32: Megatron-Core's rule
+        (``ChainedOptimizer.step`` from 0.19.2 on). As there, such a spike is no overflow.
+        """
+        scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
+        overflow = self._backend.decide(stats.vector, scale, clip_grad)
+        if self._most_norm == math.inf:
+            return overflow, overflow
+        is_spike = (overflow.grad_norm > self._most_norm).float()
+        return overflow, replace(overflow, found_inf=torch.maximum(overflow.found_inf, is_spike))
 
     def _observe(self, agreed: Statistics | None, record: StepRecord) -> None:
-        """Raise for misuse that the host now knows of, or tell the observers of a step."""
+        """Raise for misuse that the host now knows of, or tell the observers of a step.
+
+        Args:
+            agreed: the statistics that the host knows: on a CPU this step's, else those of the step before.
+            record: of this step.
+        """
+        reported = record if self.errors.on_host else self.overflows.newest
+        overflowed = False
         if agreed is not None:
-            reported = self.overflows.record_of_statistics(record)
-            if reported is None or reported.step is None:  # of a graph a newer replay has written over them
-                self._require_sound(agreed, ())
-            else:
-                self._require_sound(agreed, zip(reported.params, reported.sum_squares, strict=True))
+            kept = reported is not None and reported.step is not None  # of a graph a newer replay has written over them
+            measured = zip(reported.params, reported.sum_squares, strict=True) if reported is not None and kept else ()
+            self._require_sound(agreed, measured)
+            overflowed = was_skipped(agreed)
+        self.overflows.newest = record
+        if overflowed and reported is not None:
+            self.overflows.on_skip(reported)  # before observers, which ask which parameters overflowed
         for observer in self.observers:
-            observer.on_step(agreed, record)
+            observer.on_step(agreed, record, overflowed=overflowed)
 
     def _require_sound(self, agreed: Statistics, measured: Iterable[tuple[Sequence[MainParam], Tensor | None]]) -> None:
         """Raise UsageError for gradients that never were there, of an unscaled loss, or that differ between replicas.
@@ -481,50 +514,15 @@ class StepRecipe:
             raise error
         self._has_trained = True
 
-    def _measure_and_agree(
-        self, error: Exception | None, *, scaled: bool, call: str = "step()"
-    ) -> tuple[list[Collected], GradStats]:
-        """Return what each member will update, and statistics of all of it: all ranks' vector, this rank's counts."""
-        with span("finish"):
-            collected = [member.collect() for member in self.members]
-        with span("measure"):
-            error = next((own.error for own in collected if own.error is not None), error)
-            facts = None
-            if not self.errors.consensus.is_alone and error is None:
-                count, scaler = self.errors.times_replaced, self.grad_scaler
-                facts = self._facts.of_step(collected, self.clip_grad, scaler, count, call)
-            # Counted once, however many members this rank has: ranks' numbers are to cancel.
-            errors = chain([self.errors.as_statistic(error, facts)], repeat(self.errors.no_errors))
-            of_members = zip(self.members, collected, strict=True)
-            measured = [member.measure(own, next(errors), scaled) for member, own in of_members]
-            stats = measured[0] if len(measured) == 1 else grad_stats.combined(measured)
-        with span("agree"):
-            if not self.errors.consensus.is_alone:
-                stats = grad_stats.agree(stats, self.groups)
-        return collected, stats
-
-    def _decide(self, stats: GradStats) -> tuple[Decision, Decision]:
-        """Return two decisions: as overflows alone make it, for the scaler, and the step's.
-
-        The step's also skips a norm above ``config.grad_norm_skip_threshold``, compared in fp32: Megatron-Core's rule
-        (``ChainedOptimizer.step`` from 0.19.2 on). As there, such a spike is no overflow.
-        """
-        scale = None if self._grad_scaler is None else self._grad_scaler.live_scale
-        overflow = self._backend.decide(stats.vector, scale, self.clip_grad)
-        if self._most_norm == math.inf:
-            return overflow, overflow
-        is_spike = (overflow.grad_norm > self._most_norm).float()
-        return overflow, replace(overflow, found_inf=torch.maximum(overflow.found_inf, is_spike))
-
-    def _collected_again(self, ready: list[ReadyStep]) -> list[ReadyStep]:
-        """Return the ready steps with the gradients that are there now; steps that update nothing on an error.
+    def _collected_again(self, ready: list[ReadyStep]) -> Sequence[Collected | ReadyStep]:
+        """Return what the ready steps update with the gradients that are there now; nothing on an error of this rank.
 
         Raises the error at once where this rank is alone. Nothing has changed then.
         """
-        collected = [member.collect() for member in self.members]
+        collected = [*map(StepMember.collect, self.members)]
         error = next((own.error for own in collected if own.error is not None), None)
         if error is None:
-            return [replace(old, updates=own.updates) for old, own in zip(ready, collected, strict=True)]
+            return collected
         if group_size(self.groups.grad_stats) == 1:
             raise error
         self.errors.record(error)
@@ -533,12 +531,12 @@ class StepRecipe:
                 member.main_params.mark_written(update.unit)  # other ranks gather it from this one
         return [replace(own, updates=[]) for own in ready]
 
-    def _apply_members(self, ready: Sequence[ReadyStep]) -> list[OverflowFlags]:
+    def _apply_members(self, ready: Sequence[Collected | ReadyStep], decision: Decision) -> list[OverflowFlags]:
         """Update all members. Returns which main params did not fit their model params."""
         overflow_flags: list[OverflowFlags] = []
         for member, own in zip(self.members, ready, strict=True):
             try:
-                overflow_flags += member.update.apply(own.updates, own.decision, member.main_params.mark_written)
+                overflow_flags += member.update.apply(own.updates, decision, member.main_params.mark_written)
             except InnerStepError as error:
                 self.errors.record(error)
         return overflow_flags
@@ -549,7 +547,3 @@ class StepRecipe:
         if len(ready) < len(self.members):
             raise UsageError(without)
         return ready
-
-
-def _result(decision: Decision) -> StepResult:
-    return StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)

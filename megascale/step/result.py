@@ -1,13 +1,26 @@
-"""StepResult: what a step did. CapturedStep: what a graph keeps of the step that it holds."""
+"""What a step leaves behind: its result, its count, the record that its observers are told of, what a graph keeps."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, UntypedStorage
 
+from megascale.errors import ArgumentError, StateDictError
+from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import GradWeights
-from megascale.step.observers import StepRecord
+from megascale.main_params.main_param import MainParam
+from megascale.step.misuse import Statistics
+from megascale.step.overflow_report import Entries, NonFiniteModule
 from megascale.step.update import OverflowFlags
+from megascale.utils import validate
+
+SeenGrads = Callable[[], Entries]
+"""Returns which of a step's gradients held inf or NaN in backward, before any reduction. Waits for the device."""
+
+
+COUNT_KEYS = ("landed", "skipped")
 
 
 class StepResult(NamedTuple):
@@ -24,6 +37,81 @@ class StepResult(NamedTuple):
     success: Tensor
     grad_norm: Tensor
     num_zeros_in_grad: Tensor
+
+
+class ModuleEvents(Protocol):
+    """What a watch saw between two steps."""
+
+    def first(self) -> NonFiniteModule | None:
+        """Return where inf or NaN appeared first, or None. Waits for the device."""
+
+
+class BetweenSteps(NamedTuple):
+    """What was seen between two steps.
+
+    Attributes:
+        grads: by the listener; None without one.
+        modules: by each watch of the model's modules.
+        losses: that were scaled; None: unknown.
+        micro_batch: 0 if there was one backward; None: unknown.
+    """
+
+    grads: SeenGrads | None
+    modules: list[ModuleEvents]
+    losses: list[Tensor] | None
+    micro_batch: int | None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What is kept of one step: references to what it has computed anyway.
+
+    Attributes:
+        step: its number. None for a step in a graph: the number of the last replay.
+        params: of each member those whose gradients were measured on this rank.
+        num_grads: how many of these had a gradient.
+        counts: non-finite elements of each of these gradients, shape [params of all members]; None without gradients.
+        sum_squares: of each member, the sums of squares of its gradients, shape [its params]; None without gradients.
+        vector: the agreed statistics.
+        found_inf: the decision's, fp32, 0-d: not 0 where the step was skipped, for an overflow or a spike.
+        scaler: of the loss; None: it was not scaled.
+        scale: the loss scale, a number or of shape [1]; None: not kept.
+        seen: before it, since the step before.
+    """
+
+    step: int | None
+    params: list[list[MainParam]]
+    num_grads: int
+    counts: Tensor | None
+    sum_squares: tuple[Tensor | None, ...]
+    vector: Tensor
+    found_inf: Tensor
+    scaler: MegatronGradScaler | None
+    scale: Tensor | float | None
+    seen: BetweenSteps
+
+
+class StepObserver:
+    """Listens to the steps of a recipe, as one of :attr:`megascale.step.recipe.StepRecipe.observers`.
+
+    All ranks are told alike, so that it may communicate after what is rare, such as a skip. A clean step must cost no
+    message, and wait for no device.
+    """
+
+    def on_step(self, agreed: Statistics | None, record: StepRecord, *, overflowed: bool) -> None:
+        """Learn of a step that was decided on, before its loss scale changes and anything is updated; of each replay.
+
+        What it raises ends the step.
+
+        Args:
+            agreed: what the host knows without waiting: this step's statistics where they lie in host memory, else
+                those of the step before, or None.
+            record: of this step. A replay's is the one of its capture, whose tensors hold the newest replay's values.
+            overflowed: whether ``agreed`` tell of an overflow.
+        """
+
+    def reset(self) -> None:
+        """Learn that other weights were loaded. A report of before may stay."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,3 +138,64 @@ class CapturedStep:
     settings: dict[str, Any]
     layout: list[object]
     memory: list[UntypedStorage]
+
+
+class StepCounter:
+    """Counts the steps of one optimizer, and continues from saved counts.
+
+    Attributes:
+        steps: taken since construction, landed or not.
+        skips: how many of ``steps`` were skipped: int64, 0-d, on the device. Updated in place: captured graphs hold
+            this address.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.steps = 0
+        self.skips = torch.zeros((), dtype=torch.int64, device=device)
+        self._taken_before = 0
+        self._landed_before: int | Tensor = 0
+        self._skipped_before: int | Tensor = 0
+
+    def count(self, found_inf: Tensor, *, on_host: bool) -> None:
+        """Count a step, skipped where ``found_inf``, fp32, 0-d, is 1. ``on_host``: count it among ``steps``, too."""
+        self.skips.add_(found_inf.to(torch.int64))
+        self.steps += on_host
+
+    @property
+    def taken(self) -> int:
+        """All steps, landed or not, those before a load too."""
+        return self.steps + self._taken_before
+
+    @property
+    def landed(self) -> Tensor:
+        """All steps that landed, those before a load too: int64, 0-d, on the device."""
+        return self.steps - self.skips + self._landed_before
+
+    @property
+    def skipped(self) -> Tensor:
+        """All steps that were skipped, those before a load too: int64, 0-d, on the device."""
+        return self.skips + self._skipped_before
+
+    def state_dict(self) -> dict[str, int]:
+        """Return both counts. Waits for the device."""
+        return {"landed": int(self.landed), "skipped": int(self.skipped)}
+
+    def load_state_dict(self, counts: Mapping[str, int]) -> None:
+        """Continue from counts that :func:`parse_counts` returned."""
+        self._taken_before = counts["landed"] + counts["skipped"] - self.steps
+        self._landed_before = counts["landed"] - (self.steps - self.skips)
+        self._skipped_before = counts["skipped"] - self.skips
+
+
+def parse_counts(given: Any) -> dict[str, int]:
+    """Return saved counts, checked. Raises StateDictError."""
+    if not isinstance(given, Mapping) or not set(COUNT_KEYS) <= set(given):
+        raise StateDictError(
+            f"state dict's 'step_counts' must hold {' and '.join(map(repr, COUNT_KEYS))}, got {given!r}"
+        )
+    try:
+        return {
+            key: validate.integer(f"state dict's step_counts[{key!r}]", given[key], minimum=0) for key in COUNT_KEYS
+        }
+    except ArgumentError as error:
+        raise StateDictError(str(error)) from None

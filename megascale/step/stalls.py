@@ -12,12 +12,12 @@ from megascale.host_view import HostView, known_values
 from megascale.kernels import Statistic
 from megascale.step.deferred_errors import non_finite_params
 from megascale.step.member import StepMember
-from megascale.step.misuse import Statistics, has_only_zeros, was_skipped
-from megascale.step.observers import StepObserver, StepRecord
+from megascale.step.misuse import Statistics, has_only_zeros
 from megascale.step.overflows import OverflowRecorder
+from megascale.step.result import StepObserver, StepRecord
 from megascale.utils import call_site
 from megascale.utils.collectives import raise_together
-from megascale.utils.graph_capture import is_capturing
+from megascale.utils.transfer import is_capturing
 
 FIRST = 8
 """Steps in a row after which there is a warning of gradients of zeros, of one norm of the scaled gradients, and of
@@ -102,7 +102,7 @@ class StallWatch(StepObserver):
         self._squares, self._varies = math.nan, False
         self._floor.clear()
 
-    def on_step(self, agreed: Statistics | None, record: StepRecord) -> None:
+    def on_step(self, agreed: Statistics | None, record: StepRecord, *, overflowed: bool) -> None:
         """Count one step; warn or raise.
 
         Raises:
@@ -110,37 +110,30 @@ class StallWatch(StepObserver):
             MinScaleError: for more overflows in a row at the smallest loss scale than were allowed.
             NonFiniteParamError: for a main param that is not finite, if steps are skipped.
         """
-        skipped, found_inf = False, record.found_inf
+        skipped, found_inf = overflowed, record.found_inf
         if self._sees_spikes and not is_capturing(found_inf.device):
             # Of the newest step that the host knows of: on a CPU this one, else the one before.
             known = known_values(found_inf.reshape(1), self._view, late=found_inf.device.type != "cpu")
-            skipped = known is not None and known != [0.0]
+            skipped = skipped or (known is not None and known != [0.0])
         if agreed is None:
             return
         scaler = record.scaler
-        overflowed = was_skipped(agreed)
-        if overflowed or skipped:
+        if skipped:
             self._observe_skip(overflowed, scaler)
         elif self._skips:
             self._skips = self._spikes = 0
             self._floor.clear()
         self._zeros = self._zeros + 1 if has_only_zeros(agreed) else 0
-        if _is_due(self._zeros):
+        if self._zeros and _is_due(self._zeros):
             call_site.warn(
                 f"no gradient, or none but zeros, in {self._zeros} steps in a row: small gradients are lost below the "
                 "smallest number of 16 bit (raise the loss scale; clip with optimizer.clip_grad, not by hand, where "
                 "gradients are still scaled), or the loss does not depend on the parameters, or backward() is missing",
                 RuntimeWarning,
             )
-        self._observe_norm(agreed[Statistic.SUM_SQUARES], scaler)
-
-    def _observe_norm(self, squares: float, scaler: MegatronGradScaler | None) -> None:
-        """Warn where gradients were clipped before they were unscaled: their norm is the limit, step after step.
-
-        ``squares``: the sum of squares of the scaled gradients.
-        """
-        is_scaled = scaler is not None and scaler.needs_scaled_loss
-        is_limit = is_scaled and 0 < squares <= LARGEST_CLIP**2
+        # Gradients that were clipped before they were unscaled have the limit as their norm, step after step.
+        squares = agreed[Statistic.SUM_SQUARES]
+        is_limit = 0 < squares <= LARGEST_CLIP**2 and scaler is not None and scaler.needs_scaled_loss
         if is_limit and abs(squares - self._squares) <= SAME_SQUARES * squares:
             self._same += 1
             self._varies = self._varies or squares != self._squares

@@ -1,17 +1,11 @@
 """The versions of torch that megascale supports, and the error for a torch that lacks a name which megascale uses."""
 
-from collections.abc import Callable
-from functools import wraps
 from traceback import walk_tb
 from types import ModuleType
-from typing import ParamSpec, TypeVar
 
 import torch
 
 from megascale.errors import MegascaleError, UnsupportedTorchError
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 OLDEST, NEWEST = "2.11", "2.15"
 """What CI tests is these two, and the one that .ci/torch.txt pins."""
@@ -41,16 +35,3 @@ def explained(error: Exception) -> Exception:
     )
     found.__cause__ = error
     return found
-
-
-def explaining(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that it raises what :func:`explained` returns."""
-
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except (ImportError, AttributeError) as error:
-            raise explained(error)  # noqa: B904  # it has its cause
-
-    return wrapped

@@ -1,4 +1,4 @@
-"""Moves values between the host and devices; the host waits for none but those that it is to read."""
+"""What passes between the host and devices; the host waits for no value but those that it is to read."""
 
 import torch
 from torch import Tensor
@@ -16,3 +16,14 @@ def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.to(device)
     source = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
     return source.to(device, non_blocking=True)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream of ``device`` is being captured into a graph."""
+    if device.type in ("cpu", "meta"):
+        return False
+    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    if capturing is None:
+        return False
+    with torch.accelerator.device_index(device.index):  # torch tells it of the current device
+        return bool(capturing())

@@ -261,8 +261,8 @@ def test_update_refuses_tensors_of_several_elements() -> None:
 def test_reads_of_the_scale_are_counted() -> None:
     """Each read of ``scale`` counts as one loss that was scaled, one of ``live_scale`` does not."""
     scaler = ConstantGradScaler(2.0)
-    assert (scaler.live_scale.item(), scaler.times_asked()) == (2.0, 0)
-    assert (scaler.scale.item(), scaler.times_asked()) == (2.0, 1)
+    assert (scaler.live_scale.item(), scaler.times_asked) == (2.0, 0)
+    assert (scaler.scale.item(), scaler.times_asked) == (2.0, 1)
 
 
 def _places(scaler: MegatronGradScaler) -> set[str]:

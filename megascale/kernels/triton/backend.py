@@ -37,8 +37,7 @@ from megascale.kernels.triton.device_table import DeviceTable, Numbers, Plan, Pl
 from megascale.kernels.triton.grad_addresses import GradAddresses
 from megascale.kernels.triton.launch import launch
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
-from megascale.utils.graph_capture import is_capturing
-from megascale.utils.transfer import to_device_async
+from megascale.utils.transfer import is_capturing, to_device_async
 
 BLOCK = 1 << 10  # elements that a program holds at once
 MEASURED_BLOCK = 1 << 11  # of a gradient: two loads of a thread under way at once. Sums have as many lanes

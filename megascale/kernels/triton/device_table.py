@@ -22,7 +22,7 @@ from megascale.kernels.blocks import flat
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import CODE_DTYPES
-from megascale.utils.graph_capture import is_capturing
+from megascale.utils.transfer import is_capturing
 
 CHUNK = 1 << 14  # elements; a power of two, and a whole number of vectors
 VECTOR = 16  # bytes of one access to a main param, or to a gradient alone; other tensors: the same number of elements

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.triton.device_table import copied, refuse_capture
-from megascale.utils.graph_capture import is_capturing
+from megascale.utils.transfer import is_capturing
 
 CACHE_BYTES = 1 << 23  # columns beyond that are dropped, least recently used first
 

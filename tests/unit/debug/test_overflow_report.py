@@ -17,9 +17,8 @@ from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimiz
 from megascale.debug import NonFiniteModule, TensorStatistics, report_overflows
 from megascale.debug.reporting import line_of
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.step.losses import MOST_LOSSES, Losses, NonFiniteLoss, non_finite_losses
-from megascale.step.overflow_report import OverflowEntry, OverflowReport, in_order, merged
-from megascale.step.overflows import OverflowRecorder
+from megascale.step.overflow_report import NonFiniteLoss, OverflowEntry, OverflowReport, in_order, merged
+from megascale.step.overflows import MOST_LOSSES, Losses, OverflowRecorder, non_finite_losses
 from tests.counting import OperatorCounter
 from tests.overflow_cases import AmpLoop, Planted, report_of, rows_of, step
 
@@ -45,7 +44,7 @@ def _overflow(model: Planted, optimizer: Any) -> None:
 
 def _as_on_an_accelerator(optimizer: MixedPrecisionOptimizer) -> None:
     """Let the host learn of a step one step late, as where statistics do not lie in its memory."""
-    optimizer.recipe.errors._on_host = optimizer.recipe.overflows._on_host = False
+    optimizer.recipe.errors.on_host = optimizer.recipe.overflows._on_host = False
 
 
 def test_the_last_overflow_is_named() -> None:
@@ -209,7 +208,7 @@ def test_a_line_and_json_for_each_skip(tmp_path: Path, caplog: pytest.LogCapture
     assert [(row["kind"], row["micro_batch"]) for row in rows] == [("inf", 0)] * 5
 
 
-def _bare_record(*given: Any) -> SimpleNamespace:
+def _bare_record(*given: Any, capturing: bool) -> SimpleNamespace:
     return SimpleNamespace(found_inf=given[3], scaler=given[4], step=None)
 
 
@@ -220,7 +219,7 @@ def _operators(reports: bool, recorder: bool, monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patched:
         if not recorder:
             patched.setattr(OverflowRecorder, "record", _bare_record)
-            patched.setattr(OverflowRecorder, "on_step", lambda *_: None)
+            patched.setattr(OverflowRecorder, "on_skip", lambda *_: None)
         step(model, optimizer)
         optimizer.zero_grad()
         optimizer.scale_loss(model(torch.ones(3, 6, dtype=torch.float16)).float().sum()).backward()
@@ -365,15 +364,13 @@ def test_steps_of_a_graph_are_reported_as_they_are_replayed(monkeypatch: pytest.
     """The tensors of a captured step are written anew by each replay: a report is about the last one."""
     model, optimizer = _wrapped()
     with monkeypatch.context() as patched:
-        patched.setattr("megascale.step.overflows.is_capturing", lambda _: True)
+        patched.setattr("megascale.step.recipe.is_capturing", lambda _: True)
         _overflow(model, optimizer)
     captured = optimizer.recipe.captured()
     reporter = report_overflows(optimizer, log=False)
     for replays in range(1, 3):
-        report = report_of(optimizer)
-        assert report.step == replays - 1
         optimizer.recipe.after_replay(captured)
-        assert reporter.num_skips == replays
+        assert (report_of(optimizer).step, reporter.num_skips) == (replays - 1, replays)
 
 
 def test_entries_are_in_order() -> None:
