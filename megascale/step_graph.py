@@ -17,7 +17,7 @@ from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.utils import validate
 from megascale.utils.calls import methods_outside_of_graphs
 from megascale.utils.collectives import runs_on_streams
-from megascale.utils.transfer import is_capturing, to_device_async
+from megascale.utils.transfer import held_for_graph, is_capturing, to_device_async
 
 
 @methods_outside_of_graphs
@@ -95,7 +95,7 @@ class StepGraph:
         with self._module.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self.output = self._run_forward_backward()
             self._result = optimizer.step()
-        self._captured = optimizer.recipe.captured()
+        self._captured, self._held = optimizer.recipe.captured(), held_for_graph()
 
     def replay(self) -> StepResult:
         """Run the step. Returns the same tensors each time, with the values of this replay.

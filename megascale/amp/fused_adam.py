@@ -3,8 +3,10 @@
 torch's own kernel with a ``grad_scale`` writes back every gradient that it has divided: 4 bytes of 32 per parameter.
 """
 
+from collections.abc import Hashable
 from operator import attrgetter
 from typing import Any, TypeGuard, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,10 @@ from megascale.utils.identity import are_same
 
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 """In the order in which torch collects it."""
+_tables: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[list[Hashable], dict[Any, Any]]]] = (
+    WeakKeyDictionary()
+)
+"""Tables of each param group, and where the tensors lay that they are of. They keep no tensor, as readers do."""
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
@@ -93,7 +99,14 @@ def _operands(
             return None
         read[name] = known
     steps, mains = read.pop("step"), cast("Any", params)
-    return Operands(mains, mains, grads, read, steps)
+    operands = Operands(mains, mains, grads, read, steps)
+    # Where all tensors lie as in the step before, its tables serve.
+    places = [column.signature for column in (params, steps, *read.values())]
+    kept = _tables.setdefault(optimizer, {})
+    if group not in kept or kept[group][0] != places:
+        kept[group] = places, operands.tables
+    operands.tables = kept[group][1]
+    return operands
 
 
 def _are_moments(forms: Forms) -> bool:

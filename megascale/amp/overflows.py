@@ -10,9 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from megascale.host_view import HostView
-from megascale.kernels import describe_non_finite
 from megascale.step.overflow_report import OverflowEntry, OverflowReport
-from megascale.step.overflows import LastOverflow, described
+from megascale.step.overflows import LastOverflow, describe_non_finite, described
 from megascale.step.result import BetweenSteps
 from megascale.step.stalls import ROUNDING, WHY_SKIPPED, raise_excess
 from megascale.utils import validate

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megascale.kernels import describe_non_finite
 from megascale.step.overflow_report import Entries
-from megascale.step.overflows import described
+from megascale.step.overflows import describe_non_finite, described
 from megascale.utils.dtensors import is_dtensor, to_local
 
 

@@ -1,6 +1,5 @@
 """Kernels: the passes over memory, behind one Protocol and one selection function."""
 
-from megascale.kernels.block_statistics import describe_non_finite
 from megascale.kernels.decision import (
     CLIP_EPSILON,
     LARGEST_SUM_SQUARES,
@@ -61,7 +60,6 @@ __all__ = [
     "TorchDecisions",
     "are_grads",
     "clip_coefficient",
-    "describe_non_finite",
     "host_backend",
     "inverse",
     "memory_fault",

@@ -35,21 +35,6 @@ class Scratch:
             buffer = self._buffers[dtype, slot] = torch.empty(numel, dtype=dtype, device=self._device)
         return buffer[:numel]
 
-    def measure(self, block: Tensor, count_zeros: bool) -> list[Tensor]:
-        """Return sum of squares, non-finite count and, with ``count_zeros``, zeros of a 1-D block, as 0-d tensors."""
-        dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
-        work = self.view(block.numel(), dtype)
-        if block.dtype != dtype:
-            block = work.copy_(block)
-        stats = [torch.dot(block, block)]
-        zeros = []
-        if count_zeros:
-            zeros.append(torch.eq(block, 0, out=self.view(block.numel(), dtype, slot=1)).sum())
-        # x - x is 0 where x is finite and NaN where it is not; only NaN differs from itself.
-        torch.sub(block, block, out=work)
-        stats.append(torch.ne(work, work, out=work).sum())
-        return stats + zeros
-
 
 class RoundingWatch:
     """Collects, per row, the minimum and maximum of main params that are rounded to fp16."""

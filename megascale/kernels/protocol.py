@@ -1,6 +1,6 @@
 """Backend, the Protocol of kernels, and their arguments: parallel lists of local tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -82,6 +82,20 @@ def flags_at(indices: Sequence[int], flags: Tensor, count: int) -> Tensor:
     found = dict(zip(indices, flags.unbind(), strict=True))  # stacked, as an index would travel to the device
     unset = torch.zeros_like(flags[0])
     return torch.stack([found.get(index, unset) for index in range(count)])
+
+
+def runs_of(tensors: Sequence[Tensor], most: int) -> Iterator[list[int]]:
+    """Yield the indices of neighbours of one dtype, of at most ``most`` elements together; of a larger one alone."""
+    indices: list[int] = []
+    numel = 0
+    for index, tensor in enumerate(tensors):
+        numel += tensor.numel()
+        if indices and (numel > most or tensor.dtype != tensors[indices[0]].dtype):
+            yield indices
+            indices, numel = [], tensor.numel()
+        indices.append(index)
+    if indices:
+        yield indices
 
 
 class Backend(Protocol):

@@ -17,7 +17,7 @@ Every pair is decoded, also one that no encoding produces, as after a write to t
 the model param alone is the main param. So whatever the remainder, the decoded number rounds to the model param.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from itertools import accumulate
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megascale.kernels.decision import Decision
-from megascale.kernels.protocol import FP16_OVERFLOW, Operands, flags_at
+from megascale.kernels.protocol import FP16_OVERFLOW, Operands, flags_at, runs_of
 
 REMAINDER_DTYPE = torch.int16
 MOST = 32767
@@ -94,7 +94,7 @@ class TorchRemainders:
 
     def decode_(self, operands: Operands) -> None:
         """See :class:`megascale.kernels.Backend`."""
-        for indices in decoded_together(operands.model):
+        for indices in runs_of(operands.model, DECODED_NUMEL):
             part = operands.pick(indices)
             decoded = decode(_joined(part.model), _joined(part.remainder))
             torch._foreach_copy_(part.main, _parts(decoded, part.main))
@@ -103,7 +103,7 @@ class TorchRemainders:
         """See :class:`megascale.kernels.Backend`."""
         skipped = (found_inf != 0).reshape(())
         flags = [torch.zeros_like(skipped)] * len(operands.model)
-        for indices in decoded_together(operands.model):
+        for indices in runs_of(operands.model, DECODED_NUMEL):
             part = operands.pick(indices)
             main, model, remainder = map(_joined, (part.main, part.model, part.remainder))
             rounded, left = encode(main, model.dtype)
@@ -133,7 +133,7 @@ class TorchRemainders:
             update(replace(part, model=part.main, remainder=[]))
             return self.encode_(part, found_inf)
 
-        flags = list(map(flags_of, decoded_together([operands.model[index] for index in there])))
+        flags = list(map(flags_of, runs_of([operands.model[index] for index in there], DECODED_NUMEL)))
         if not flags:
             return torch.zeros(len(operands.model), dtype=torch.bool, device=operands.model[0].device)
         return flags_at(there, torch.cat(flags), len(operands.model))
@@ -155,20 +155,6 @@ def takes_remainders(update: Update) -> Update:
         return flags
 
     return decoding
-
-
-def decoded_together(models: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of neighbours of one dtype that are few enough elements to be decoded together."""
-    indices: list[int] = []
-    numel = 0
-    for index, model in enumerate(models):
-        numel += model.numel()
-        if indices and (numel > DECODED_NUMEL or model.dtype != models[indices[0]].dtype):
-            yield indices
-            indices, numel = [], model.numel()
-        indices.append(index)
-    if indices:
-        yield indices
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megascale.kernels import block_statistics
-from megascale.kernels.blocks import Block, RoundingWatch, Split, blocks_of
-from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
-from megascale.kernels.protocol import Operands
+from megascale.kernels.blocks import Block, RoundingWatch, Scratch, Split, blocks_of, pieces_of, takes_many
+from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
+from megascale.kernels.protocol import Operands, runs_of
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.remainders import TorchRemainders, takes_remainders
+from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 
@@ -28,8 +28,22 @@ class TorchBackend(TorchDecisions, TorchRemainders):
         self._reference = ReferenceBackend()
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
-        """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within a block and fp64 across blocks."""
-        return block_statistics.measure(grads, count_zeros)
+        """See :class:`megascale.kernels.Backend`.
+
+        Sums of squares are fp32 within a block and in the statistics dtype across blocks; counts are exact.
+        """
+        device = TensorList.of(grads).filled[0].device
+        scratch, exact = Scratch(device), stats_dtype(device)
+        pieces, num_pieces = pieces_of(grads, scratch.block)
+        if not pieces:
+            table = torch.zeros(0, 3 if count_zeros else 2, dtype=exact, device=device)
+        elif takes_many(device):  # one launch of a foreach kernel reads all pieces of a block
+            blocks = ([pieces[index] for index in run] for run in runs_of(pieces, scratch.block))
+            table = torch.cat([_measured_together(block, scratch, count_zeros).to(exact) for block in blocks])
+        else:
+            values = [value for piece in pieces for value in _measured(piece, scratch, count_zeros)]
+            table = torch.stack(values).to(exact).view(len(pieces), -1)
+        return TensorStats.of_pieces(table, num_pieces)
 
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
         """See :class:`megascale.kernels.Backend`."""
@@ -122,6 +136,37 @@ class TorchBackend(TorchDecisions, TorchRemainders):
         watch = RoundingWatch(len(mains))
         watch.observe(range(len(mains)), mains, models)
         return watch.flags(mains[0].device)
+
+
+def _measured(piece: Tensor, scratch: Scratch, count_zeros: bool) -> list[Tensor]:
+    """Return sum of squares, non-finite count and, with ``count_zeros``, zeros of a 1-D tensor, as 0-d tensors."""
+    dtype = torch.float64 if piece.dtype == torch.float64 else torch.float32
+    work = scratch.view(piece.numel(), dtype)
+    if piece.dtype != dtype:
+        piece = work.copy_(piece)
+    stats = [torch.dot(piece, piece)]
+    zeros = [torch.eq(piece, 0, out=scratch.view(piece.numel(), dtype, slot=1)).sum()] if count_zeros else []
+    # x - x is 0 where x is finite and NaN where it is not; only NaN differs from itself.
+    torch.sub(piece, piece, out=work)
+    stats.append(torch.ne(work, work, out=work).sum())
+    return stats + zeros
+
+
+def _measured_together(block: list[Tensor], scratch: Scratch, count_zeros: bool) -> Tensor:
+    """Return the same of 1-D tensors of one dtype: shape [len(block), 2 or 3]."""
+    dtype = torch.float64 if block[0].dtype == torch.float64 else torch.float32
+    sizes = [piece.numel() for piece in block]
+    copied, found = (scratch.view(sum(sizes), dtype, slot) for slot in (0, 1))
+
+    def summed(values: Tensor) -> Tensor:
+        """Return the sum of each tensor's values, none of which is negative: the norm of order 1."""
+        return torch.stack(torch._foreach_norm(list(values.split(sizes)), 1))
+
+    torch._foreach_copy_(list(copied.split(sizes)), block)
+    columns = [summed(torch.mul(copied, copied, out=found))]
+    zeros = [summed(torch.eq(copied, 0, out=found))] if count_zeros else []
+    torch.ne(copied.sub_(copied), copied, out=found)
+    return torch.stack([*columns, summed(found), *zeros], dim=1)
 
 
 def _by_blocks(

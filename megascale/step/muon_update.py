@@ -15,8 +15,8 @@ from typing_extensions import override
 from megascale.config import StepConfig
 from megascale.kernels import Backend, Decision, Operands
 from megascale.kernels.newton_schulz import iteration_dtype, orthogonalize
-from megascale.kernels.protocol import flags_at
-from megascale.kernels.remainders import decoded_together
+from megascale.kernels.protocol import flags_at, runs_of
+from megascale.kernels.remainders import DECODED_NUMEL
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import MUON, MuonHyper
 from megascale.step.kernel_update import KernelUpdate
@@ -122,7 +122,9 @@ class MuonUpdate(KernelUpdate):
         """Return the parts of a unit. ``there``: indices of the parameters that have a gradient."""
         runs = [there]
         if operands.remainder:
-            runs = [[there[at] for at in run] for run in decoded_together([operands.model[index] for index in there])]
+            runs = [
+                [there[at] for at in run] for run in runs_of([operands.model[index] for index in there], DECODED_NUMEL)
+            ]
         parts = [
             _Part(indices, operands.pick(indices), _sets([unit.params[index].main for index in indices]))
             for indices in runs

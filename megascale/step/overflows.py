@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.kernels import describe_non_finite
+from megascale.kernels import stats_dtype
 from megascale.parallel import ParallelGroups
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
@@ -296,6 +296,21 @@ class OverflowRecorder(LastOverflow):
     def named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all members, in their order, and their names."""
         return ((param.name, param.model) for member in self._members for param in member.main_params)
+
+
+@torch.no_grad()
+def describe_non_finite(tensor: Tensor) -> Tensor:
+    """Return (elements that are inf, elements that are NaN, largest finite magnitude): fp64 (MPS: fp32), shape [3].
+
+    On the tensor's device, without a host sync. The magnitude is 0 where no element is finite. It reads the tensor
+    several times: for tensors that overflowed.
+    """
+    exact = stats_dtype(tensor.device)
+    size = tensor.abs()
+    num_inf, num_nan = (size == torch.inf).sum(dtype=exact), (size != size).sum(dtype=exact)
+    finite = torch.nan_to_num(size, nan=0.0, posinf=0.0)
+    largest = finite.amax() if tensor.numel() else finite.new_zeros(())
+    return torch.stack([num_inf, num_nan, largest.to(exact)])
 
 
 def described(name: str, numbers: Tensor, index: int, micro_batch: int | None, numel: int) -> OverflowEntry:

@@ -27,3 +27,18 @@ def is_capturing(device: torch.device) -> bool:
         return False
     with torch.accelerator.device_index(device.index):  # torch tells it of the current device
         return bool(capturing())
+
+
+_held: list[object] = []
+
+
+def hold(read: object) -> None:
+    """Keep what the graph that is being captured reads: as :func:`held_for_graph` returns it, or for good."""
+    _held.append(read)
+
+
+def held_for_graph() -> list[object]:
+    """Return what is held for the graph that was captured last. Its replays read it: who has the graph has it, too."""
+    found = list(_held)
+    _held.clear()
+    return found

@@ -33,7 +33,10 @@ class TensorList(Sequence[Any]):
         missing: indices of missing tensors.
         num_there: how many are not missing.
         parts: the lists that this one joins, in order.
+        on_device: the addresses, where a kernel reads them.
     """
+
+    on_device: Tensor | None = None
 
     def __init__(
         self,

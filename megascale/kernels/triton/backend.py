@@ -7,11 +7,10 @@ tests.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from types import ModuleType
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +32,7 @@ from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.triton import device_table
-from megascale.kernels.triton.device_table import DeviceTable, Numbers, Plan, PlanCache
-from megascale.kernels.triton.grad_addresses import GradAddresses
+from megascale.kernels.triton.device_table import DeviceTable, Plan, find_plan, make_plan
 from megascale.kernels.triton.launch import launch
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 from megascale.utils.transfer import is_capturing, to_device_async
@@ -48,22 +46,6 @@ CODES_OPTIONS: dict[str, Any] = OPTIONS if torch.version.hip else {**OPTIONS, "m
 # Of the one program that adds up all tensors of a rank.
 TOTAL_BLOCK = 1 << 12
 TOTAL_OPTIONS: dict[str, Any] = {"num_warps": 16}
-
-
-class _CachedColumns(NamedTuple):
-    """The parts of some operands that stay the same from step to step.
-
-    Attributes:
-        names: of the state that is updated.
-        tensors: columns of main params, or remainders, of model params, and of the state.
-        beside: step counts, if these are counted, scales and indices of first elements, by their columns of a row.
-        written: columns of all tensors that an update writes; model params last, as their versions are read next.
-    """
-
-    names: list[str]
-    tensors: list[TensorList]
-    beside: dict[int, TensorList | Numbers]
-    written: list[Sequence[Tensor]]
 
 
 class TritonBackend(TorchDecisions, TorchRemainders):
@@ -85,9 +67,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
     def __init__(self) -> None:
         _import_kernels()  # fails here, where the backend is asked for, if triton is not there
         self._reference = ReferenceBackend()
-        self._plans = PlanCache()
-        self._addresses = GradAddresses()
-        self._kept: WeakKeyDictionary[Operands, _CachedColumns] = WeakKeyDictionary()
+        self._measured: dict[Hashable, Plan] = {}  # by the forms of gradients
         self._rates: dict[torch.device, tuple[float, Tensor]] = {}
 
     @property
@@ -98,7 +78,8 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         """See :class:`megascale.kernels.Backend`."""
         measured = TensorList.of(grads)
         device = self._check(measured.filled[0].device)
-        plan, addresses = self._plans.find([], grads=measured), self._addresses.find(measured)
+        plan = find_plan(self._measured, measured.forms.key, device, lambda: make_plan([], {}, grads=measured))
+        addresses = plan.addresses_of(measured)
         stats = torch.empty(len(grads), 3, dtype=stats_dtype(device), device=device)
         for table in plan.tables:
             partials = torch.empty(len(table.chunk_rows), 4, dtype=stats.dtype, device=device)
@@ -255,12 +236,10 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             constants: constexpr arguments of this rule alone; the dtype of a state that is not there is None.
         """
         device = self._check(operands.main[0].device)
-        names = list(states)
-        kept = self._kept.get(operands)
-        if kept is None or kept.names != names or (device_table.STEP in kept.beside) != counts_steps:
-            kept = self._kept[operands] = _keep(operands, names, counts_steps)
-        grads = TensorList.of(operands.grad, operands.model)
-        plan, addresses = self._plans.find(kept.tensors, kept.beside, grads), self._addresses.find(grads)
+        grads, names = TensorList.of(operands.grad, operands.model), list(states)
+        key = (*names, counts_steps, grads.forms.key)
+        plan = find_plan(operands.tables, key, device, lambda: _plan_of(operands, names, counts_steps, grads))
+        addresses = plan.addresses_of(grads)
         flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
         numbers = (decision.found_inf, decision.coefficient, self._rate(hyper.lr, device), *scalars)
         held = len(operands.remainder) > 0
@@ -277,14 +256,18 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             self._update(kernel, table, (addresses, flags, *numbers), every)
         if plan.rest:
             _scatter(flags, plan.rest, reference(operands.pick(plan.rest), hyper, decision))
-        # Autograd must see the writes, as those of torch's own in-place operations.
-        torch.autograd.graph.increment_version(chain.from_iterable(map(grads.beside, kept.written)))
+        # Autograd must see the writes, as those of torch's own in-place operations. Model params come last, as their
+        # versions are read next.
+        written = [*operands.state.values(), operands.step, operands.model]
+        if plan.rest or any(model is not None for _, model, *_ in (table.dtypes for table in plan.tables)):
+            written.insert(0, operands.remainder or operands.main)  # which are copies
+        torch.autograd.graph.increment_version(chain.from_iterable(map(grads.beside, filter(None, written))))
         return flags.view(torch.bool)
 
     def write_back_(self, operands: Operands) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         device = self._check(operands.main[0].device)
-        plan = self._plans.find([TensorList.of(operands.main), TensorList.of(operands.model)])
+        plan = self._plan_of_all(operands, "write_back_", [operands.main, operands.model])
         flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
         for table in plan.tables:
             self._update(self._kernels.write_back_kernel, table, (flags,), {"MODEL_DTYPE": self._dtypes(table)[1]})
@@ -295,7 +278,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
 
     def decode_(self, operands: Operands) -> None:
         """See :class:`megascale.kernels.Backend`. One launch per dtype of model params."""
-        plan = self._held_plan(operands)
+        plan = self._plan_of_all(operands, "decode_", [operands.remainder, operands.model, operands.main])
         for table in plan.tables:
             self._update(self._kernels.decode_kernel, table, (), {"MODEL_DTYPE": self._dtypes(table)[1]})
         if plan.rest:
@@ -304,7 +287,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
 
     def encode_(self, operands: Operands, found_inf: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`. One launch per dtype of model params."""
-        plan = self._held_plan(operands)
+        plan = self._plan_of_all(operands, "decode_", [operands.remainder, operands.model, operands.main])
         flags = torch.empty(len(operands.model), dtype=torch.uint8, device=found_inf.device)
         for table in plan.tables:
             constants = {"MODEL_DTYPE": self._dtypes(table)[1]}
@@ -314,11 +297,10 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         torch.autograd.graph.increment_version([*operands.model, *operands.remainder])
         return flags.view(torch.bool)
 
-    def _held_plan(self, operands: Operands) -> Plan:
-        self._check(operands.main[0].device)
-        return self._plans.find(
-            [TensorList.of(column) for column in (operands.remainder, operands.model, operands.main)]
-        )
+    def _plan_of_all(self, operands: Operands, call: str, columns: Sequence[Sequence[Tensor]]) -> Plan:
+        """Return the plan of a call that reads no gradients."""
+        device = self._check(operands.main[0].device)
+        return find_plan(operands.tables, call, device, lambda: make_plan(list(map(TensorList.of, columns)), {}))
 
     def _check(self, device: torch.device) -> torch.device:
         """Raise UsageError unless the kernels, compiled or interpreted, can reach memory of ``device``."""
@@ -378,21 +360,15 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         launch(kernel, programs, arguments, constants, options, self._kernels.INTERPRETED)
 
 
-def _keep(operands: Operands, names: list[str], counts_steps: bool) -> _CachedColumns:
-    mains = operands.remainder or operands.main
-    are_copies = any(main is not model for main, model in zip(mains, operands.model, strict=True))
-    beside: dict[int, TensorList | Numbers] = {device_table.STEP: TensorList.of(operands.step)} if counts_steps else {}
-    if operands.has_codes:
-        beside[device_table.START] = device_table.Numbers(operands.start or [0] * len(mains))
-        for column, name in zip((device_table.FIRST_SCALE, device_table.SECOND_SCALE), names, strict=False):
-            if name + SCALE_SUFFIX in operands.state:
-                beside[column] = TensorList.of(operands.state[name + SCALE_SUFFIX])
-    return _CachedColumns(
-        names,
-        [TensorList.of(mains), TensorList.of(operands.model), *(TensorList.of(operands.state[name]) for name in names)],
-        beside,
-        [*([mains] if are_copies else []), *operands.state.values(), *filter(None, [operands.step]), operands.model],
-    )
+def _plan_of(operands: Operands, names: list[str], counts_steps: bool, grads: TensorList) -> Plan:
+    """Return the plan of an update. ``names``: of the state that is updated."""
+    columns = [operands.remainder or operands.main, operands.model, *(operands.state[name] for name in names)]
+    beside = {device_table.STEP: operands.step} if counts_steps else {}
+    for column, name in zip(device_table.SCALES, names, strict=False):
+        if name + SCALE_SUFFIX in operands.state:
+            beside[column] = operands.state[name + SCALE_SUFFIX]
+    beside_lists = {column: TensorList.of(tensors) for column, tensors in beside.items()}
+    return make_plan(list(map(TensorList.of, columns)), beside_lists, operands.start, grads)
 
 
 @functools.cache

@@ -3,14 +3,13 @@
 A row of a table describes one parameter, a chunk is a run of at most :data:`CHUNK` elements of one row, and a launch
 has one program per chunk. Rows of one table share their dtypes: a call launches once per combination of dtypes present.
 
-Tables are cached by what they were made from. They do not hold the addresses of gradients, which move from step to
-step: see :mod:`megascale.kernels.triton.grad_addresses`.
+They do not hold the addresses of gradients, which move from step to step: these are a column that the kernels of a step
+share, beside the tables. A missing gradient has address 0, an empty one address 1.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +21,13 @@ from megascale.kernels.blocks import flat
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import CODE_DTYPES
-from megascale.utils.transfer import is_capturing
+from megascale.utils.transfer import hold, is_capturing
 
 CHUNK = 1 << 14  # elements; a power of two, and a whole number of vectors
 VECTOR = 16  # bytes of one access to a main param, or to a gradient alone; other tensors: the same number of elements
 UPDATE_VECTOR = VECTOR // 4  # elements
 CODES_VECTOR = 8  # elements, where a tensor of a row has 8 bits
-CACHE_BYTES = 1 << 26  # tables beyond that are dropped, least recently used first
+PLANS = 8  # that are kept of the same operands, for gradients of other dtypes or layouts
 
 # Columns of a row, all int64.
 NUMEL, FIRST_CHUNK, SLOT, ALIGNED, STEP, START, FIRST_SCALE, SECOND_SCALE, TENSORS = range(9)
@@ -49,18 +48,6 @@ class _Codes(dict[torch.dtype, int]):
 
 
 _CODES = _Codes((dtype, code) for code, dtype in enumerate(DTYPES))
-
-
-NOTHING: Mapping[int, "TensorList | Numbers"] = MappingProxyType({})
-"""Rows have nothing beside their tensors."""
-
-
-class Numbers:
-    """A column of numbers that are in the rows themselves."""
-
-    def __init__(self, values: list[int]) -> None:
-        self.pointers: NDArray[np.int64] = np.array(values, dtype=np.int64)
-        self.signature: Hashable = self.pointers.tobytes()
 
 
 @dataclass(frozen=True)
@@ -88,99 +75,92 @@ class DeviceTable:
     arrivals: Tensor
     longest: int
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes on the device."""
-        return sum(tensor.nbytes for tensor in (self.rows, self.chunk_rows, self.counters, self.arrivals))
 
-
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """The tables of one call, and the indices of the parameters that are in none of them."""
+    """The tables of one call, and the indices of the parameters that are in none of them.
+
+    Attributes:
+        places: what tells the addresses of the newest gradients apart from others.
+        addresses: of these gradients, on the device.
+    """
 
     tables: tuple[DeviceTable, ...]
     rest: tuple[int, ...]
+    places: bytes = b""
+    addresses: Tensor | None = None
 
+    def addresses_of(self, grads: TensorList) -> Tensor:
+        """Return the addresses of gradients on the device: int64, shape [len(grads)]. The list's parts get theirs, too.
 
-class PlanCache:
-    """A cache of plans by what they depend on: addresses, dtypes and layouts."""
-
-    def __init__(self) -> None:
-        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
-        self._nbytes = 0
-        self._captured: dict[Hashable, Plan] = {}
-
-    def find(
-        self,
-        columns: Sequence[TensorList],
-        beside: Mapping[int, TensorList | Numbers] = NOTHING,
-        grads: TensorList | None = None,
-    ) -> Plan:
-        """Return the plan of a call, from the cache if it has it.
-
-        Args:
-            columns: of tensors on one device, whose addresses are in the rows; the tensors of a parameter share a
-                shape. Where there are any, the first column holds main params, or remainders of the second one's.
-            beside: what else is known of each parameter, by the column of a row: addresses of 0-d step counts, fp32,
-                and of scales, and indices of the first elements.
-            grads: gradients; the plan depends on their dtypes and layouts, not on their addresses.
-
-        Raises UsageError if the plan is not in the cache while a graph is captured: replays would copy from host memory
-        that is freed. Raises ArgumentError for tensors on several devices.
+        Nothing is copied for gradients that lie where the newest ones did. Raises UsageError if their addresses are not
+        on the device yet while a graph is captured.
         """
-        device = columns[0][0].device if grads is None else grads.filled[0].device
-        capturing = is_capturing(device)
-        key = (
-            CHUNK,
-            device,
-            *((index, one.signature) for index, one in beside.items()),
-            grads and grads.forms.key,
-            *(one.signature for one in columns),
-        )
-        plan = self._captured.get(key)
-        if plan is not None:
-            return plan
-        plan = self._plans.get(key)
-        if plan is None:
-            refuse_capture(device, capturing)
-            plan = self._plans[key] = _make_plan(columns, beside, grads)
-            self._nbytes += _nbytes(plan)
-            while self._nbytes > CACHE_BYTES and len(self._plans) > 2:
-                _, oldest = self._plans.popitem(last=False)
-                self._nbytes -= _nbytes(oldest)
-        elif capturing:
-            self._captured[key] = plan  # replays read the table for as long as the graph lives
-        else:
-            self._plans.move_to_end(key)
-        return plan
+        device = grads.filled[0].device
+        if grads.on_device is None:
+            if self.addresses is None or self.places != grads.places:
+                require_uncaptured(device)
+                self.places, self.addresses = grads.places, copied(grads.addresses, device)
+            grads.on_device = self.addresses
+            if grads.parts:  # which are updated one after the other
+                for part, piece in zip(grads.parts, self.addresses.split(list(map(len, grads.parts))), strict=True):
+                    part.on_device = piece
+        if is_capturing(device):
+            hold(grads.on_device)
+        return grads.on_device
 
 
-def refuse_capture(device: torch.device, capturing: bool) -> None:
+def find_plan(kept: dict[Hashable, Any], key: Hashable, device: torch.device, make: Callable[[], Plan]) -> Plan:
+    """Return the plan that is kept for ``key``. Else make one: the first of more than PLANS is dropped for it."""
+    if key not in kept:
+        kept[key] = make()
+        if len(kept) > PLANS:
+            del kept[next(iter(kept))]
+    plan: Plan = kept[key]
+    if is_capturing(device):
+        hold(plan)
+    return plan
+
+
+def require_uncaptured(device: torch.device) -> None:
     """Raise UsageError while a graph is captured: its replays would copy from host memory that is freed."""
-    if capturing:
+    if is_capturing(device):
         raise UsageError(
             f"tensors of a step captured into a graph on {device} are not where they were in the steps before; run one "
             "step before capture, and keep gradients in place: zero_grad(set_to_none=False)"
         )
 
 
-def _nbytes(plan: Plan) -> int:
-    return sum(table.nbytes for table in plan.tables)
-
-
-def _make_plan(
-    columns: Sequence[TensorList], beside: Mapping[int, TensorList | Numbers], grads: TensorList | None
+def make_plan(
+    columns: Sequence[TensorList],
+    beside: Mapping[int, TensorList],
+    starts: Sequence[int] = (),
+    grads: TensorList | None = None,
 ) -> Plan:
+    """Return the plan of a call.
+
+    Args:
+        columns: of tensors on one device, whose addresses are in the rows; the tensors of a parameter share a shape.
+            Where there are any, the first column holds main params, or remainders of the second one's.
+        beside: what else is known of each parameter, by the column of a row: 0-d step counts, fp32, and scales.
+        starts: indices of first elements; none: 0.
+        grads: gradients; the plan depends on their forms, not on their addresses.
+
+    Raises UsageError while a graph is captured. Raises ArgumentError for tensors on several devices.
+    """
     every = [*columns] if grads is None else [*columns, grads]
     device, numels = every[0].filled[0].device, every[0].forms.numels
-    for column in (*every, *(one for one in beside.values() if isinstance(one, TensorList))):
+    require_uncaptured(device)
+    for column in (*every, *beside.values()):
         for other in column.forms.devices - {device}:
             raise ArgumentError(f"tensors of one kernel call are on {device} and on {other}; put them on one")
     codes = np.stack([column.forms.dtype_codes(_CODES) for column in every], axis=1)
     takes = _takes(every, codes, has_main=len(columns) > 0)
-    for scales in (one for index, one in beside.items() if index in SCALES and isinstance(one, TensorList)):
+    for scales in (one for index, one in beside.items() if index in SCALES):
         takes &= (scales.forms.dtype_codes(_CODES) == _CODES[torch.float32]) & list(map(Tensor.is_contiguous, scales))
     columns_beside = {index: one.pointers for index, one in beside.items()}
+    if starts:
+        columns_beside[START] = np.array(starts, dtype=np.int64)
     pointers = np.empty((len(codes), len(columns)), dtype=np.int64)
     for index, column in enumerate(columns):
         pointers[:, index] = column.pointers
@@ -231,7 +211,7 @@ def _make_table(
         members: their indices in the call, shape [rows].
         pointers: shape [rows, len(dtypes)].
         numels: elements, shape [rows].
-        beside: further columns of the rows, shape [rows] each; see :meth:`PlanCache.find`.
+        beside: further columns of the rows, shape [rows] each; see :func:`make_plan`.
     """
     # An empty parameter has a chunk too, because its step is counted.
     num_chunks = np.maximum(-(-numels // CHUNK), 1)

@@ -1,6 +1,5 @@
 """The triton backend's tables of addresses: made once, kept, and made anew where something has changed."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +9,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megascale.errors import UsageError
-from megascale.kernels import Operands, ReferenceBackend
+from megascale.kernels import ReferenceBackend
 from megascale.kernels.tensors.tensor_list import TensorList
-from megascale.kernels.triton import device_table, grad_addresses
+from megascale.kernels.triton import backend as triton_backend
+from megascale.kernels.triton import device_table
 from megascale.kernels.triton.backend import TritonBackend
+from megascale.utils import transfer
 from tests.unit.kernels.triton_cases import (
     DEVICE,
     HALF,
@@ -34,13 +35,13 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 def made(monkeypatch: pytest.MonkeyPatch) -> list[device_table.Plan]:
     """Note plans that are made anew, of all that they are made from."""
     plans: list[device_table.Plan] = []
-    make = device_table._make_plan
+    make = device_table.make_plan
 
-    def noted(*args: Any) -> device_table.Plan:
-        plans.append(make(*args))
+    def noted(*args: Any, **options: Any) -> device_table.Plan:
+        plans.append(make(*args, **options))
         return plans[-1]
 
-    monkeypatch.setattr(device_table, "_make_plan", noted)
+    monkeypatch.setattr(triton_backend, "make_plan", noted)
     return plans
 
 
@@ -55,7 +56,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return made[-1]
 
     monkeypatch.setattr(device_table, "copied", noted)
-    monkeypatch.setattr(grad_addresses, "copied", noted)
     return made
 
 
@@ -64,20 +64,17 @@ def test_tables_are_made_once(made: list[device_table.Plan], copies: list[Tensor
     copy, of their addresses. Other dtypes, lengths or layouts make a table.
     """
     operands, backend = operands_of(ROWS[1:3]), TritonBackend()
-    for step in range(3):
-        set_grads(operands, seed=step)
+    grads = list(operands.grad)
+    for step in range(4):
+        if step == 3:
+            grads[0] = grads[0].clone()
+        operands.grad = TensorList(grads)
         backend.measure(operands.grad, True)
         update(backend, operands, HYPERS["adamw"], decision_of())
-    assert (len(made), len(copies)) == (2, 3)  # tables of the statistics and the update, and the addresses
-    kept, *others = operands.grad
-    operands.grad = [kept.clone(), *others]
-    backend.measure(operands.grad, True)
-    update(backend, operands, HYPERS["adamw"], decision_of())
-    assert (len(made), len(copies)) == (2, 4)
+        # Tables of the statistics and the update, and the addresses.
+        assert (len(made), len(copies)) == (2, 3 + (step == 3))
     assert copies[-1].tolist() == [grad.data_ptr() for grad in operands.grad]
-    operands.grad = [kept, *others]
-    update(backend, operands, HYPERS["adamw"], decision_of())
-    assert (len(made), len(copies)) == (2, 4)
+    kept = grads[0]
     backend.measure([kept], True)
     backend.measure([kept.view(torch.bfloat16)], True)
     backend.measure([kept[:5]], True)
@@ -85,20 +82,20 @@ def test_tables_are_made_once(made: list[device_table.Plan], copies: list[Tensor
     assert len(made) == 6
 
 
-def _find(cache: device_table.PlanCache, operands: Operands) -> device_table.Plan:
-    columns = [TensorList(tensors) for tensors in (operands.main, operands.model, operands.state["exp_avg"])]
-    beside = {device_table.STEP: TensorList(operands.step)}
-    return cache.find(columns, beside, TensorList(operands.grad))
-
-
-def _same_plans(left: device_table.Plan, right: device_table.Plan) -> bool:
-    pairs = zip(left.tables, right.tables, strict=True)
-    return left.rest == right.rest and all(
-        (a.dtypes, a.grad_dtype, a.longest) == (b.dtypes, b.grad_dtype, b.longest)
-        and torch.equal(a.rows, b.rows)
-        and torch.equal(a.chunk_rows, b.chunk_rows)
-        for a, b in pairs
-    )
+def test_parts_of_a_list_have_addresses_once_it_is_measured(
+    made: list[device_table.Plan], copies: list[Tensor]
+) -> None:
+    """Units are updated one after the other, by the addresses that the statistics of all have read."""
+    backend, units = TritonBackend(), [operands_of(ROWS[1:3]), operands_of(ROWS[:2])]
+    parts = [TensorList(unit.grad) for unit in units]
+    backend.measure(TensorList.joined(parts), True)
+    before = len(copies)
+    for unit, grads in zip(units, parts, strict=True):
+        unit.grad = grads
+        update(backend, unit, HYPERS["adamw"], decision_of())
+        assert grads.on_device is not None
+        assert grads.on_device.tolist() == grads.addresses.tolist()
+    assert len(copies) - before == sum(len(plan.tables) for plan in made[1:])
 
 
 def _says_what_is_aligned(table: device_table.DeviceTable) -> bool:
@@ -112,51 +109,30 @@ def _says_what_is_aligned(table: device_table.DeviceTable) -> bool:
 
 def test_tables_do_not_depend_on_where_gradients_lie(made: list[device_table.Plan]) -> None:
     """Also where they are aligned otherwise: the table is the very same, and says what is aligned of the rest."""
-    operands, cache = operands_of(), device_table.PlanCache()
+    operands, backend = operands_of(), TritonBackend()
     operands.state["exp_avg"][2] = torch.zeros(2, device=DEVICE)[1:]
-    plan = _find(cache, operands)
-    assert len(plan.tables) > 2
-    assert all(map(_says_what_is_aligned, plan.tables))
     for offset in (0, 1, 8):
         operands.grad = [
             torch.zeros(len(grad) + offset, dtype=grad.dtype, device=DEVICE)[offset:] for grad in operands.grad
         ]
-        assert _find(cache, operands) is plan
+        update(backend, operands, HYPERS["adamw"], decision_of())
     assert len(made) == 1
+    assert len(made[0].tables) > 2
+    assert all(map(_says_what_is_aligned, made[0].tables))
 
 
-@pytest.mark.parametrize("change", ["dtype", "length", "layout", "state"])
-def test_tables_are_made_anew_where_more_than_places_changed(made: list[device_table.Plan], change: str) -> None:
-    """A gradient of another dtype, length or layout; another tensor elsewhere."""
-    operands, cache = operands_of([(48, SINGLE, HALF, SINGLE), (17, SINGLE, HALF, SINGLE)]), device_table.PlanCache()
-    _find(cache, operands)
+def test_tables_are_made_anew_where_more_than_places_changed(made: list[device_table.Plan]) -> None:
+    """For gradients of another dtype or layout; those of the newest few are kept, and no more."""
+    operands, backend = operands_of([(48, SINGLE, HALF, SINGLE), (17, SINGLE, HALF, SINGLE)]), TritonBackend()
     grad, other = operands.grad
-    if change == "state":
-        operands.state["exp_avg"][0] = operands.state["exp_avg"][0].clone()
-    else:
-        changed = {"dtype": grad.to(HALF), "length": grad[:40], "layout": torch.zeros(96, device=DEVICE)[::2]}
-        operands.grad = [changed[change], other]
-    plan = _find(cache, operands)
-    assert len(made) == 2
-    assert _same_plans(plan, _find(device_table.PlanCache(), operands))
-
-
-def test_what_is_kept_of_tables_is_dropped_with_them(
-    monkeypatch: pytest.MonkeyPatch, made: list[device_table.Plan]
-) -> None:
-    """Calls with ever other tensors keep what they may on the device, and no more; the latest ones stay known."""
-    monkeypatch.setattr(device_table, "CACHE_BYTES", 0)
-    monkeypatch.setattr(grad_addresses, "CACHE_BYTES", 0)
-    backend = TritonBackend()
-    for count in range(1, 6):
-        grads = [torch.ones(count, device=DEVICE) for _ in range(count)]
-        for _ in range(2):
-            backend.measure(grads, False)
-    assert len(made) == 5
-    plans, columns = backend._plans, backend._addresses
-    assert len(plans._plans) == len(columns._columns) == 2
-    assert plans._nbytes == sum(table.nbytes for plan in plans._plans.values() for table in plan.tables)
-    assert columns._nbytes == sum(column.nbytes for column in columns._columns.values())
+    for changed in (grad, grad.to(HALF), torch.zeros(96, device=DEVICE)[::2], grad):
+        operands.grad = [changed, other]
+        update(backend, operands, HYPERS["adamw"], decision_of())
+        backend.measure(operands.grad, False)
+    assert len(made) == 6
+    for count in range(1, 20):
+        backend.measure([torch.ones(count, device=DEVICE)], False)
+    assert len(backend._measured) == device_table.PLANS
 
 
 def test_moved_gradients_have_the_bits_of_the_reference() -> None:
@@ -174,35 +150,31 @@ def test_moved_gradients_have_the_bits_of_the_reference() -> None:
 
 
 def test_capture_reuses_tables_and_refuses_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under graph capture what was made before is taken and kept for good; tensors that have moved are a UsageError,
-    gradients too.
+    """Under graph capture what was made before is taken, and held for the graph; tensors that have moved are a
+    UsageError, gradients too.
     """
-    monkeypatch.setattr(device_table, "CACHE_BYTES", 0)
-    monkeypatch.setattr(grad_addresses, "CACHE_BYTES", 0)
     operands, backend = operands_of(ROWS[1:3]), TritonBackend()
 
-    def found(grads: Sequence[Tensor]) -> tuple[device_table.Plan, Tensor]:
-        column = TensorList(grads)
-        return backend._plans.find([], grads=column), backend._addresses.find(column)
+    def step(grads: list[Tensor]) -> TensorList:
+        operands.grad = measured = TensorList(grads)
+        backend.measure(measured, True)
+        update(backend, operands, HYPERS["adamw"], decision_of())
+        return measured
 
-    def capture(captures: bool) -> None:
-        for module in (device_table, grad_addresses):
-            monkeypatch.setattr(module, "is_capturing", lambda device: captures)
-
-    backend.measure(operands.grad, True)
-    plan, addresses = found(operands.grad)
-    capture(True)
-    assert found(operands.grad) == (plan, addresses)
+    grads = list(operands.grad)
+    step(grads)
+    for module in (device_table, triton_backend):
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    transfer.held_for_graph()
+    measured = step(grads)
+    held = transfer.held_for_graph()
+    assert [one for one in held if isinstance(one, device_table.Plan)] == [
+        *backend._measured.values(),
+        *operands.tables.values(),
+    ]
+    assert sum(one is measured.on_device for one in held) == 2
+    assert transfer.held_for_graph() == []
     refusal = r"run one step before capture.*zero_grad\(set_to_none=False\)"
-    with pytest.raises(UsageError, match=refusal):
-        backend.measure([grad.clone() for grad in operands.grad], True)
-    with pytest.raises(UsageError, match=refusal):
-        backend.measure(operands.grad[:1], True)
-    capture(False)
-    moved = [[grad.clone() for grad in operands.grad] for _ in range(5)]
-    for grads in moved:
-        backend.measure([grad[: 1 + len(moved)] for grad in grads], True)
-        backend.measure(grads, True)
-    assert found(operands.grad)[0] is plan
-    assert found(operands.grad)[1] is addresses
-    assert len(backend._addresses._columns) == 2
+    for moved in ([grad.clone() for grad in grads], grads[:1]):
+        with pytest.raises(UsageError, match=refusal):
+            step(moved)
