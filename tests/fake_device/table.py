@@ -1,4 +1,4 @@
-"""The table of docs/benchmarks.md: what a step asks of a device. ``python -m tests.fake_device.table`` prints it."""
+"""What a step asks of a device: ``python -m tests.fake_device.table`` prints benchmarks/results/device_calls.md."""
 
 from collections.abc import Callable
 
