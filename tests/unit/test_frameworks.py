@@ -6,7 +6,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "benchmarks/results/frameworks.md"
-SUMMARY = TESTS.parent / "docs/migration.md"
 WHAT = ["fp16", "bf16", "DDP", "FSDP2", "resume here", "resume elsewhere", "LoRA", "8-bit"]
 FRAMEWORKS = [
     "transformers Trainer",
@@ -44,11 +43,6 @@ def problem(cell: str) -> str | None:
     return None
 
 
-def _word(cell: str) -> str:
-    """Return what the summary says of a cell."""
-    return {"not tested": "-", "refused": "refused"}.get(cell.split(":")[0], "yes")
-
-
 def _functions(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
@@ -60,11 +54,3 @@ def test_every_cell_is_a_test_or_a_reason() -> None:
     for name, cells in tables.items():
         assert list(cells) == WHAT, name
         assert {what: found for what, cell in cells.items() if (found := problem(cell))} == {}, name
-
-
-def test_the_summary_says_the_same() -> None:
-    """docs/migration.md has a line for each framework, cell by cell."""
-    lines = [
-        "| " + " | ".join([name, *(_word(cells[what]) for what in WHAT)]) + " |" for name, cells in _tables().items()
-    ]
-    assert "\n".join(lines) in SUMMARY.read_text()
