@@ -5,13 +5,13 @@ import os
 import shutil
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megascale.checkpoint import directory as folders
@@ -21,7 +21,7 @@ from megascale.checkpoint.files import write_file
 from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree
-from megascale.checkpoint.planner import HostMemory, PlannedSave
+from megascale.checkpoint.pieces import HostMemory, Place, pieces_of
 from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
@@ -110,20 +110,18 @@ class Checkpointer:
         """
         self.wait()
         with named("save the checkpoint"):
-            contents, rank_trees = self._agreed_contents(step, model, optimizer, user_state, rank_state)
+            manifest, pieces = self._agreed_contents(step, model, optimizer, user_state, rank_state)
             folder = self._begin(step)
-            manifest = Manifest(step, group_size(self._group), contents.trees, rank_trees)
             with self._removed_on_error(folder):
-                planned = PlannedSave(contents.tensors, self._group)
                 if not self.async_save:
-                    return self._finish(planned, manifest, folder, self._group)
+                    return self._finish(pieces, manifest, folder, self._group)
                 with raise_on_all_ranks("copy the checkpoint to host memory", self._group):
-                    planned.stage(self._memory)
+                    copies = dict(zip(pieces, self._memory.copied([*pieces.values()]), strict=True))
         group = self._thread_group()
 
         def finish() -> None:
             with named("save the checkpoint in the background"), self._removed_on_error(folder):
-                self._finish(planned, manifest, folder, group)
+                self._finish(copies, manifest, folder, group)
 
         self._background.start(finish)
         return folders.path_of(self.directory, step)
@@ -173,36 +171,46 @@ class Checkpointer:
 
     def _agreed_contents(
         self, step: int, model: nn.Module, optimizer: SavedOptimizer | None, user_state: Any, rank_state: Any
-    ) -> tuple[Contents, list[Tree]]:
-        """Return this rank's contents, and all ranks' own trees. Raises on all ranks if their contents do not fit."""
+    ) -> tuple[Manifest, dict[Place, Tensor]]:
+        """Return the manifest, still without files, and what this rank writes. Raises on all ranks alike.
+
+        That is, if what they hold does not fit together.
+        """
         with raise_on_all_ranks("collect the state", self._group):
             validate.integer("step", step, minimum=0)
             check_types(model, optimizer)
             lives = [] if optimizer is None else optimizer.live_states()
         for live in lives:
             live.share_forms()
-        collected: list[Contents] = []
+        collected: list[tuple[Contents, dict[Place, Tensor]]] = []
+        rank = group_rank(self._group)
 
-        def look() -> tuple[dict[str, int], Tree, dict[str, Any]]:
-            contents = collect(model, optimizer, user_state, rank_state, group_rank(self._group), self._groups)
-            compares = self.check_replicas and group_size(self._group) > 1
-            collected.append(contents)
-            replicas = digests(contents.replicated(model)) if compares else {}
-            return {"step": step, **contents.digest}, contents.rank_tree, replicas
+        def look() -> tuple[dict[str, int], Tree, dict[str, Any], list[Place]]:
+            contents = collect(model, optimizer, user_state, rank_state, rank, self._groups)
+            pieces = pieces_of(contents.tensors, rank)
+            collected.append((contents, pieces))
+            if group_size(self._group) == 1:
+                return {}, contents.rank_tree, {}, []
+            replicas = digests(contents.replicated(model)) if self.check_replicas else {}
+            return {"step": step, **contents.digest()}, contents.rank_tree, replicas, list(pieces)
 
         seen = gathered("collect the state", look, self._group)
-        if difference := explained(dict(enumerate(digest for digest, _, _ in seen))):
+        if difference := explained(dict(enumerate(digest for digest, _, _, _ in seen))):
             raise CheckpointError(
                 f"ranks save different contents: {difference} (checksums of names, shapes, dtypes and plain values); "
                 "pass the same on every rank, and what differs by design as rank_state"
             )
-        if parted := differing(dict(enumerate(replicas for _, _, replicas in seen))):
+        if parted := differing(dict(enumerate(replicas for _, _, replicas, _ in seen))):
             raise CheckpointError(
                 f"ranks hold other values of {listed(parted)}: the replicas have diverged, and a checkpoint stores "
                 "only one of them; reduce their gradients (DistributedDataParallel, or a GradSync), or pass "
                 "check_replicas=False to save the first rank's"
             )
-        return collected[0], [tree for _, tree, _ in seen]
+        [(contents, pieces)] = collected
+        for _, _, _, places in seen[:rank]:
+            for place in places:
+                pieces.pop(place, None)
+        return Manifest(step, group_size(self._group), contents.trees, [tree for _, tree, _, _ in seen]), pieces
 
     def _begin(self, step: int) -> Path:
         def create() -> Path | None:
@@ -217,13 +225,15 @@ class Checkpointer:
                 )
         return folder
 
-    def _finish(self, planned: PlannedSave, manifest: Manifest, folder: Path, group: ProcessGroup | None) -> Path:
+    def _finish(
+        self, pieces: Mapping[Place, Tensor], manifest: Manifest, folder: Path, group: ProcessGroup | None
+    ) -> Path:
         """Write this rank's file; once every rank has, write the manifest and give the folder its final name."""
         is_first = group_rank(group) == 0
         path = folder / f"rank_{group_rank(group):05d}.safetensors"
         shown = self.progress and not self.async_save and is_first
-        with progress_bar("saving", planned.nbytes, wanted=shown):
-            files = gathered(f"write {folder}", lambda: write_file(path, planned), group)
+        with progress_bar("saving", sum(tensor.nbytes for tensor in pieces.values()), wanted=shown):
+            files = gathered(f"write {folder}", lambda: write_file(path, pieces), group)
         with raise_on_all_ranks(f"complete {folder}", group):
             if is_first:
                 replace(manifest, files=dict(ChainMap(*files))).write(folder)

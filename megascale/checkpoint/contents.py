@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
+from megascale.checkpoint.pieces import RANK_PART
 from megascale.errors import ArgumentTypeError, CheckpointError, listed
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.main_params.shard import ParamShard
@@ -68,13 +69,16 @@ class Contents:
         trees: by part.
         rank_tree: of this rank's own state.
         tensors: by key.
-        digest: a checksum of names, shapes, dtypes and primitives for each part that all ranks must agree on.
     """
 
     trees: dict[str, Tree]
     rank_tree: Tree
     tensors: dict[str, Tensor]
-    digest: dict[str, int]
+
+    def digest(self) -> dict[str, int]:
+        """Return a checksum of names, shapes, dtypes and primitives for each part that all ranks must agree on."""
+        # JSON is what the manifest holds: NaN and -0.0 are told apart there.
+        return {part: zlib.crc32(json.dumps(tree).encode()) for part, tree in self.trees.items()}
 
     def replicated(self, model: nn.Module) -> dict[str, Tensor]:
         """Return tensors that every rank holds whole and with equal values: parameters, main params, optimizer state.
@@ -102,28 +106,27 @@ def collect(
     """Flatten everything to be saved. Raises ArgumentError or ArgumentTypeError for what a checkpoint cannot hold."""
     check_types(model, optimizer)
     _refuse_local_shards(model, groups)
-    parts: dict[str, Any] = {}
-    if optimizer is None:
-        parts["model"] = model_state(model)
-    else:
-        parts["model"] = model_state(model, shards_of(optimizer))
-        parts["optimizer"] = optimizer.pack(copy=False, decode=False)
-        names = names_in(parts["optimizer"], optimizer)
-        _require_weights(model, names, parts["optimizer"]["main_params"])
-        renamed = _renamed(model, names)
-        parts |= {PARAM_NAMES: renamed} if renamed else {}
+    weights = model_state(model)
+    parts: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        shards = shards_of(optimizer)
+        parts["model"] = {name: shards.get(id(value), value) for name, value in weights.items()}
+        packed = parts["optimizer"] = optimizer.pack(copy=False, decode=False)
+        names = names_in(packed, optimizer)
+        of_optimizer = {name: names[id(value)] for name, value in weights.items() if id(value) in names}
+        _require_weights(packed["main_params"], set(of_optimizer.values()))
+        if renamed := {name: other for name, other in of_optimizer.items() if name != other}:
+            parts[PARAM_NAMES] = renamed
     if user_state is not None:
         parts["user"] = user_state
-    own = f"rank/{rank}"
+    own = f"{RANK_PART}/{rank}"
     trees: dict[str, Tree] = {}
     tensors: dict[str, Tensor] = {}
     for part, nest in {**parts, own: rank_state}.items():
         trees[part], found = flatten(nest, part)
         tensors.update(found)
     rank_tree = trees.pop(own)
-    # JSON is what the manifest holds: NaN and -0.0 are told apart there.
-    digest = {part: zlib.crc32(json.dumps(tree).encode()) for part, tree in trees.items()}
-    return Contents(trees, rank_tree, tensors, digest)
+    return Contents(trees, rank_tree, tensors)
 
 
 def check_types(model: nn.Module, optimizer: SavedOptimizer | None) -> None:
@@ -223,24 +226,14 @@ def _stateful(packed: Mapping[str, Any]) -> set[str]:
     return {name for name, state in packed["optimizer"]["state"].items() if state} | set(packed["main_params"])
 
 
-def _require_weights(model: nn.Module, names: Mapping[int, str], main_params: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError for a remainder whose weights are not saved beside it: nothing could be made of it.
-
-    ``names``: of the optimizer's parameters, by id.
-    """
-    saved = {names.get(id(value)) for value in model_state(model).values()}
+def _require_weights(main_params: Mapping[str, Tensor], saved: set[str]) -> None:
+    """Raise CheckpointError for a remainder whose weights are not ``saved`` beside it: nothing could be made of it."""
     alone = [name for name, main in main_params.items() if main.dtype == REMAINDER_DTYPE and name not in saved]
     if alone:
         raise CheckpointError(
             f"the main params of {listed(alone)} are held as remainders of weights that the model's state_dict() does "
             "not hold; save the model that has these parameters, and let no hook replace them"
         )
-
-
-def _renamed(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
-    """Return the optimizer's names of parameters for which the model's state dict has another or a second name."""
-    state = model_state(model)
-    return {name: names[id(value)] for name, value in state.items() if id(value) in names and names[id(value)] != name}
 
 
 def _describe(found: list[tuple[str, tuple[int, ...], torch.dtype]]) -> str:

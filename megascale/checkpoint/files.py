@@ -1,7 +1,7 @@
 """The files of a checkpoint: each rank writes one in the safetensors format, and any rank reads pieces of any.
 
-torch.distributed.checkpoint's planners say which rank writes which piece, and which saved pieces make up what a rank
-loads, at any number of ranks. Here are the bytes. A whole tensor has its key as its name in the file, a piece of one
+torch.distributed.checkpoint's planner says which saved pieces make up what a rank loads, at any number of ranks. Here
+are the bytes. A whole tensor has its key as its name in the file, a piece of one
 has ``key@offset,offset``. Nothing is pickled, and ``safetensors.safe_open`` opens each file.
 """
 
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megascale.checkpoint.manifest import BLOCK_BYTES, DataFile, Manifest, Piece
-from megascale.checkpoint.planner import PlannedSave, bytes_of
+from megascale.checkpoint.pieces import Place, bytes_of
 from megascale.errors import CheckpointError
 from megascale.utils.progress import advance
 
@@ -35,27 +35,27 @@ SAFETENSORS = {
 """Dtypes by their names in the format. A tensor of another dtype is bytes there; the manifest has its dtype."""
 
 
-def write_file(path: Path, planned: PlannedSave) -> dict[str, DataFile]:
-    """Write the pieces that this rank has, and wait until they are on disk. Returns what the manifest says of the file.
+def write_file(path: Path, pieces: Mapping[Place, Tensor]) -> dict[str, DataFile]:
+    """Write the pieces of this rank, and wait until they are on disk. Returns what the manifest says of the file.
 
-    A rank that has none writes no file. Beside the live tensors it needs memory for one of them: where it lies on a
-    device, or is not row-major.
+    A rank that has none writes no file. Beside the tensors it needs memory for one of them: where it lies on a device,
+    or is not row-major.
     """
-    items = planned.plan.items
-    if not items:
+    if not pieces:
         return {}
     # The header comes first in the file, so that each tensor's place must be known before its bytes are.
     header: dict[str, Any] = {}
-    pieces, end = list[Piece](), 0
-    for item in items:
-        if item.tensor_data is None:
-            raise CheckpointError(f"{item.index.fqn!r} is no tensor")
-        chunk, dtype, key = item.tensor_data.chunk, item.tensor_data.properties.dtype, item.index.fqn
-        name = key if chunk.sizes == item.tensor_data.size else f"{key}@{','.join(map(str, chunk.offsets))}"
-        start, end = end, end + math.prod(chunk.sizes) * dtype.itemsize
-        shape = list(chunk.sizes) if dtype in SAFETENSORS else [end - start]
-        header[name] = {"dtype": SAFETENSORS.get(dtype, "U8"), "shape": shape, "data_offsets": [start, end]}
-        pieces.append((key, tuple(chunk.offsets), tuple(chunk.sizes), start))
+    written, end = list[Piece](), 0
+    for (key, offsets, is_whole), tensor in pieces.items():
+        name = key if is_whole else f"{key}@{','.join(map(str, offsets))}"
+        start, end = end, end + tensor.nbytes
+        shape = tuple(tensor.shape)
+        header[name] = (
+            {"dtype": SAFETENSORS[tensor.dtype], "shape": shape, "data_offsets": (start, end)}
+            if tensor.dtype in SAFETENSORS
+            else {"dtype": "U8", "shape": (tensor.nbytes,), "data_offsets": (start, end)}
+        )
+        written.append((key, offsets, shape, start))
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     head = struct.pack("<Q", len(head)) + head
@@ -73,12 +73,10 @@ def write_file(path: Path, planned: PlannedSave) -> dict[str, DataFile]:
                     size, block = size + count, block[count:]
 
         put(head)
-        for item in items:
-            tensor = planned.resolve_data(item)
+        for tensor in pieces.values():
             put(bytes_of(tensor.cpu().resolve_conj().resolve_neg().contiguous()))
         os.fsync(stream.fileno())
-    placed = [(key, offsets, sizes, len(head) + start) for key, offsets, sizes, start in pieces]
-    return {path.name: DataFile(size, crc, placed)}
+    return {path.name: DataFile(size, crc, [(*piece[:3], len(head) + piece[3]) for piece in written])}
 
 
 class PlannedRead:

@@ -63,10 +63,11 @@ class Manifest:
     files: dict[str, DataFile] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into ``folder`` and wait until it is on disk."""
+        """Write the manifest into ``folder`` and wait until it is on disk. Raises as `metadata` does."""
         # asdict(self) would copy every leaf of the trees.
         files = {name: asdict(file) for name, file in self.files.items()}
         body = json.dumps({**vars(self), "files": files, "torch": torch.__version__}, separators=(",", ":"))
+        self.metadata  # noqa: B018 - what some ranks alone save of a tensor would never load
         with open(folder / MANIFEST_NAME, "x", encoding="utf-8") as stream:
             # The body is a string in the document, so that the checksum is that of a text, not of a form of JSON.
             json.dump({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "body": body}, stream)
@@ -137,8 +138,8 @@ class Manifest:
             # torch's planner would leave what no piece covers as it is in memory.
             if whole.size.numel() and not _cover(whole.size, [(c.offsets, c.sizes) for c in whole.chunks]):
                 raise CheckpointError(
-                    f"the manifest is damaged: the pieces of {key!r} do not cover its shape {tuple(whole.size)} "
-                    "once; load an earlier checkpoint"
+                    f"the pieces of {key!r} do not cover its shape {tuple(whole.size)} once: the manifest is "
+                    "damaged, or ranks that hold a part of it did not take part in the save; load an earlier checkpoint"
                 )
         return Metadata(dict(stored))
 

@@ -58,20 +58,25 @@ def join(path: str, key: Any) -> str:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Tree:
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+            raise ArgumentError(
+                f"{path} is a tensor that a checkpoint cannot hold ({value.layout}, {value.dtype}, on {value.device}): "
+                "convert it to a dense tensor of a plain dtype, with values"
+            )
+        tensors[path] = detached(value)
+        return {"tensor": {"key": path, "shape": tuple(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
     if isinstance(value, Mapping):
-        items = [(checked_key(key, path), item) for key, item in value.items()]
+        items = [(plain(key), item) for key, item in value.items()]
+        for key, _ in items:
+            if not isinstance(key, PRIMITIVES):
+                raise ArgumentTypeError(
+                    f"{path} has the key {key!r} of type {type(key).__name__}; keys are str, int, float, bool or None"
+                )
         return {"dict": tuple([(key, _encode(item, join(path, key), tensors)) for key, item in items])}
     if isinstance(value, (list, tuple)):
-        items = [_encode(item, join(path, place), tensors) for place, item in enumerate(value)]
-        return {"list" if isinstance(value, list) else "tuple": tuple(items)}
-    tree = tree_of_leaf(value, path)
-    if isinstance(value, Tensor):
-        tensors[path] = detached(value)
-    return tree
-
-
-def tree_of_leaf(value: Any, path: str) -> Tree:
-    """Return the tree of a value that holds no others. Raises ArgumentError or ArgumentTypeError if it has none."""
+        nodes = [_encode(item, join(path, place), tensors) for place, item in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": tuple(nodes)}
     value = plain(value)
     if isinstance(value, PRIMITIVES):
         return value
@@ -79,13 +84,6 @@ def tree_of_leaf(value: Any, path: str) -> Tree:
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"device": str(value)}
-    if isinstance(value, Tensor):
-        if not is_storable(value):
-            raise ArgumentError(
-                f"{path} is a tensor that a checkpoint cannot hold ({value.layout}, {value.dtype}, on {value.device}): "
-                "convert it to a dense tensor of a plain dtype, with values"
-            )
-        return {"tensor": {"key": path, "shape": tuple(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     raise ArgumentTypeError(
@@ -93,20 +91,6 @@ def tree_of_leaf(value: Any, path: str) -> Tree:
         "tuples, bytes, None, bool, int, float, str, dtypes and devices: convert it, e.g. a numpy array with "
         "torch.from_numpy"
     )
-
-
-def checked_key(key: Any, path: str) -> Any:
-    """Return a dict's key. Raises ArgumentTypeError if a checkpoint cannot hold it."""
-    if isinstance(plain(key), PRIMITIVES):
-        return plain(key)
-    raise ArgumentTypeError(
-        f"{path} has the key {key!r} of type {type(key).__name__}; keys are str, int, float, bool or None"
-    )
-
-
-def is_storable(tensor: Tensor) -> bool:
-    """Return whether a checkpoint can hold a tensor: strided, with data, not quantized."""
-    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def _decode(tree: Tree, tensor_of: Callable[[dict[str, Any]], Any]) -> Any:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megascale import DynamicGradScaler
-from megascale.checkpoint.planner import HostMemory
+from megascale.checkpoint.pieces import HostMemory
 from megascale.host_view import HostView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's streams")]

@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from megascale.checkpoint.directory import MANIFEST_NAME
 from megascale.checkpoint.files import PlannedRead, write_file
 from megascale.checkpoint.manifest import DataFile, Manifest
 from megascale.checkpoint.nest import flatten
-from megascale.checkpoint.planner import PlannedSave
-from megascale.errors import ArgumentError, UsageError
+from megascale.checkpoint.pieces import pieces_of
+from megascale.errors import ArgumentError, CheckpointError, UsageError
 from megascale.main_params.shard import ParamShard, boxes_of
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -55,25 +55,11 @@ def _resharding(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[int]]
     return shape, [0, *sorted(draw(ends)), math.prod(shape)], [0, *sorted(draw(ends)), math.prod(shape)]
 
 
-class _Planned(PlannedSave):
-    """A rank's part of a plan that is made for all ranks in this process."""
-
-    def __init__(self, piece: ParamShard, is_first: bool) -> None:
-        DefaultSavePlanner.__init__(
-            self, flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
-        )
-        self._copies = None
-        self.set_up_planner({"w": piece}, None, is_coordinator=is_first)
-
-
 def _write(folder: Path, pieces: list[ParamShard]) -> Manifest:
     """Write ``pieces`` under the name "w" as so many ranks do, in this process."""
-    planned = [_Planned(piece, rank == 0) for rank, piece in enumerate(pieces)]
-    plans, _ = planned[0].create_global_plan([one.create_local_plan() for one in planned])
     files: dict[str, DataFile] = {}
-    for rank, (one, plan) in enumerate(zip(planned, plans, strict=True)):
-        one.plan = one.finish_plan(plan)
-        files |= write_file(folder / f"rank_{rank}.safetensors", one)
+    for rank, piece in enumerate(pieces):
+        files |= write_file(folder / f"rank_{rank}.safetensors", pieces_of({"w": piece}, rank))
     tree, _ = flatten(pieces[0], "w")
     Manifest(1, len(pieces), {"w": tree}, [None] * len(pieces), files).write(folder)
     return Manifest.read(folder)
@@ -107,6 +93,13 @@ def test_read_goes_into_the_piece_itself(tmp_path: Path) -> None:
     shard = ParamShard(memory[2:7], (3, 4), 3)
     PlannedRead(tmp_path, manifest, {"w": shard}).read()
     assert memory.tolist() == [-1, -1, 3, 4, 5, 6, 7, -1, -1]
+
+
+def test_part_of_the_ranks_is_refused(tmp_path: Path) -> None:
+    """A save without the ranks that hold the rest of a tensor leaves no checkpoint, which would never load."""
+    with pytest.raises(CheckpointError, match=r"pieces of 'w' do not cover .* ranks that hold a part .* take part"):
+        _write(tmp_path, [ParamShard(torch.arange(7.0), (3, 4), 0)])
+    assert not (tmp_path / MANIFEST_NAME).exists()
 
 
 @pytest.mark.parametrize(
