@@ -60,3 +60,14 @@ def in_segments(forms: Sequence[Form], alignment: int = ALIGNMENT) -> list[Tenso
                 # .data: no view to autograd, whose base would keep memory that offload() frees.
                 tensors[index] = memory.as_strided(forms[index].shape, forms[index].strides, begins[index]).data
     return [tensors[index] for index in range(len(forms))]
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return 1-D views of the memory of 0-d tensors of one dtype: one view for each run without gaps, in any order."""
+    runs: list[list[Tensor]] = []
+    for tensor in sorted(tensors, key=Tensor.data_ptr):
+        before = runs[-1][-1] if runs else None
+        if before is None or tensor.data_ptr() - before.data_ptr() != tensor.element_size():
+            runs.append([])
+        runs[-1].append(tensor)
+    return [run[0].as_strided([len(run)], [1]).detach() for run in runs]

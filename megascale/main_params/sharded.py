@@ -6,8 +6,8 @@ reduced gradients, writes them into flat buckets that the model's parameters are
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from megascale.grad_sync.construction import Construction, exchange, param_forms
 from megascale.grad_sync.sync import GradSync, check_syncable
 from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
 from megascale.main_params.base import MainParams
-from megascale.main_params.gather import GatheredBucket, ParamGather
+from megascale.main_params.gather import ParamGather
 from megascale.main_params.main_param import MainParam, main_memory, main_param_of
 from megascale.main_params.replica_check import broadcast_parameters, digests, require_same_values
 from megascale.main_params.shard import ParamShard
@@ -64,7 +64,6 @@ class ShardedMainParams(MainParams):
         self._place = {name: index for index, (name, _) in enumerate(named)}
         self._everywhere: dict[str, nn.Parameter] = {}
         self._gathers_behind = False
-        self._buckets: WeakKeyDictionary[UpdateUnit, list[GatheredBucket]] = WeakKeyDictionary()
 
     @override
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
@@ -178,15 +177,19 @@ class ShardedMainParams(MainParams):
 
     @override
     def make_units(self) -> list[UpdateUnit]:
-        """Return one unit per bucket and param group: a bucket's gather starts while the next is updated."""
+        """Return one unit per bucket and param group: a bucket's gather starts while the next is updated.
+
+        All ranks have the same units, also one of which this rank owns nothing: they gather in one order.
+        """
         group_of = {id(param): index for index, group in enumerate(self.ordered) for param in group}
         found: list[UpdateUnit] = []
         for bucket in self._gather.in_forward_order():
-            by_group: dict[int, list[MainParam]] = {}
+            by_group: dict[int, tuple[list[MainParam], list[MainParam]]] = {}
             for param in filter(None, map(self.get, bucket.synced.params.values())):
                 if id(param) in group_of:
-                    by_group.setdefault(group_of[id(param)], []).append(param)
-            found += [UpdateUnit(group, members) for group, members in by_group.items()]
+                    params, elsewhere = by_group.setdefault(group_of[id(param)], ([], []))
+                    (params if param.main.numel() else elsewhere).append(param)
+            found += [UpdateUnit(group, *pieces) for group, pieces in by_group.items()]
         return found
 
     @override
@@ -211,11 +214,10 @@ class ShardedMainParams(MainParams):
     def mark_written(self, unit: UpdateUnit) -> None:
         """See :class:`MainParams`. Starts the gather of the bucket that the unit is in."""
         unit.record_version()
-        if unit not in self._buckets:
-            self._buckets[unit] = list(dict.fromkeys(self._gather.bucket_of(param.model) for param in unit.params))
-        behind = self.arrivals.wait_of(unit.params) if self.arrivals is not None and self._gathers_behind else None
-        for bucket in self._buckets[unit]:
-            bucket.start(behind)
+        behind = None
+        if self.arrivals is not None and self._gathers_behind:
+            behind = self.arrivals.wait_of(chain(unit.params, unit.counted))
+        self._gather.bucket_of((unit.params or unit.elsewhere)[0].model).start(behind)
 
     @override
     def live_in_host_memory(self, config: StepConfig, device: torch.device) -> None:

@@ -20,19 +20,28 @@ class UpdateUnit:
 
     Attributes:
         group: the index of their param group.
-        params: in the order of the update.
+        params: in the order of the update; where sharded, those of which this rank owns elements.
+        elsewhere: empty pieces of parameters that are gathered with these, and whose elements other ranks own. No step
+            goes through them: a rank holds them so that all ranks have the same state, and count the same steps.
+        counted: those of ``elsewhere`` that are trained, and have a gradient in every step therefore.
+        is_on_host: whether main params live in host memory: all of them do, or none.
         has_dtensors: whether a model param is a DTensor.
         grads: reads ``param.grad`` of all model params.
     """
 
     group: int
     params: list[MainParam]
+    elsewhere: list[MainParam] = field(default_factory=list)
+    counted: list[MainParam] = field(init=False)
+    is_on_host: bool = field(init=False)
     has_dtensors: bool = field(init=False)
     grads: GradReader = field(init=False)
     _slots: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         models = [param.model for param in self.params]
+        self.counted = [param for param in self.elsewhere if param.model.requires_grad]
+        self.is_on_host = any(param.on_host is not None for param in (*self.params, *self.elsewhere))
         self.has_dtensors = any(map(is_dtensor, models))
         self.grads = GradReader(list(models))
         self._slots = [param.slot for param in self.params]

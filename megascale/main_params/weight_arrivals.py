@@ -83,7 +83,7 @@ class WeightArrivals:
             return False
         return self._hooks.are_compiled or any(id(param.model) not in self._awaited for param in params)
 
-    def wait_of(self, params: Sequence[MainParam]) -> Callable[[], None] | None:
+    def wait_of(self, params: Iterable[MainParam]) -> Callable[[], None] | None:
         """Return what lets the calling thread's current stream wait for the weights of ``params``, of one unit.
 
         Any thread may call it, once. None if they have arrived.

@@ -173,14 +173,15 @@ class HostUpdate(InnerUpdate):
         # All updates are started before the first one is awaited: the thread works while the next gradients travel.
         awaited = []
         for pending in there:
-            self._arrivals.start(pending.params, self._task(self._sent(pending, travelled)))
-            waits = not self._overlaps or self._arrivals.unawaited(pending.params)
+            trained = list(pending.trained())
+            self._arrivals.start(trained, self._task(self._sent(pending, travelled)))
+            waits = not self._overlaps or self._arrivals.unawaited(trained)
             if self._overlaps:  # starts the gather of a sharded unit, behind the arrival of its weights
                 mark_written(pending.unit)
             if waits:
                 awaited.append(pending)
         for pending in awaited:
-            self._arrivals.wait_for(param.model for param in pending.params)
+            self._arrivals.wait_for(param.model for param in pending.trained())
             if not self._overlaps:
                 mark_written(pending.unit)
         if not self._overlaps:
@@ -249,10 +250,9 @@ class HostUpdate(InnerUpdate):
 
 
 def _here_and_there(updates: Sequence[PendingUpdate]) -> tuple[list[PendingUpdate], list[PendingUpdate]]:
-    """Return units beside their model params, and those in host memory: in one unit all are, or none is."""
-    are_there = [pending.unit.params[0].on_host is not None for pending in updates]
-    pairs = list(zip(updates, are_there, strict=True))
-    return [one for one, is_there in pairs if not is_there], [one for one, is_there in pairs if is_there]
+    """Return units beside their model params, and those in host memory."""
+    here = [pending for pending in updates if not pending.unit.is_on_host]
+    return here, [pending for pending in updates if pending.unit.is_on_host]
 
 
 def _buffers(pending: PendingUpdate) -> list[HostBuffers]:

@@ -21,6 +21,7 @@ from megascale.kernels import (
 )
 from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.main_param import MainParam
+from megascale.main_params.segments import side_by_side
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import CODE_DTYPES, MOMENTS, Hyper, Rule
 from megascale.rules.options import require_options
@@ -111,12 +112,16 @@ class KernelUpdate(InnerUpdate):
             call, unit = pending.call, pending.unit
             if call is None:  # as in all updates: the optimizer's own step() is to run
                 return self.general.apply(updates, decision, mark_written)
-            operands = call.operands
-            operands.grad = pending.grads
-            flags = self.run(unit, operands, call.hyper, decision.to(operands.main[0].device))
-            operands.grad = ()  # operands are kept, and must not keep gradients that the caller drops
-            if call.rounds_to_fp16:  # else no flag is ever set, and nobody need count them
-                overflow_flags.append(OverflowFlags(unit.params, flags))
+            if pending.grads.num_there:
+                operands = call.operands
+                operands.grad = pending.grads
+                flags = self.run(unit, operands, call.hyper, decision.to(operands.main[0].device))
+                operands.grad = ()  # operands are kept, and must not keep gradients that the caller drops
+                if call.rounds_to_fp16:  # else no flag is ever set, and nobody need count them
+                    overflow_flags.append(OverflowFlags(unit.params, flags))
+            if call.counts:
+                landed = 1 - decision.to(call.counts[0].device).found_inf
+                torch._foreach_add_(call.counts, [landed] * len(call.counts))
             mark_written(unit)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -187,16 +192,17 @@ class KernelUpdate(InnerUpdate):
         if call is not None and serves and call.names == names:
             call = call._replace(values=values, hyper=hyper)
         else:
-            self._state.create(unit.params, names, fills=False)
+            self._state.create([*unit.params, *unit.elsewhere], names, fills=False)
             state = self._state.columns(unit.params, names)
+            steps = self._state.columns(unit.counted, ["step"])["step"] if "step" in names else []
             copies = (param.memory for param in unit.params if param.is_copy)
-            storages = map(_STORAGE, map(held, chain(copies, *state.values())))
+            storages = map(_STORAGE, map(held, chain(copies, steps, *state.values())))
             # Held, so that no address is that of other memory.
             by_address = {storage.data_ptr(): storage for storage in storages}
             rounds_to_fp16 = any(param.is_copy and param.model.dtype == torch.float16 for param in unit.params)
-            operands = _operands(unit.params, state)
+            operands, counts = _operands(unit.params, state), side_by_side(steps)
             call = KernelCall(
-                values, hyper, names, operands, rounds_to_fp16, list(by_address.values()), list(by_address)
+                values, hyper, names, operands, counts, rounds_to_fp16, list(by_address.values()), list(by_address)
             )
         self._calls[unit] = call
         return call

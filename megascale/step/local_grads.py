@@ -44,15 +44,8 @@ class _MainGrads(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """What a step measures of some units.
+    """The parameters that a step measures, and the weights of the statistics of their gradients."""
 
-    Attributes:
-        owned: by unit, the indices of the parameters of which this rank owns elements.
-        params: these parameters.
-        weights: of the statistics of their gradients.
-    """
-
-    owned: list[list[int]]
     params: list[MainParam]
     weights: GradWeights
 
@@ -63,7 +56,7 @@ class Collected:
 
     Attributes:
         updates: per unit in which a parameter has a gradient, what the update needs.
-        params: of all units those of which this rank owns elements, if one of them has a gradient; else none.
+        params: of all units, if one of them has a gradient; else none.
         grads: their local gradients, which are measured.
         weights: of each gradient's statistics.
         error: why this rank cannot step; the lists are empty then.
@@ -115,23 +108,19 @@ class ReadyGrads:
         """Return the gradients there are, after :meth:`finish`. Parameters without a gradient take no part."""
         units, measured = main_params.units(), self._measured
         if measured is None or units is not self._units:
-            self._units = units
-            measured = self._measured = self._to_measure(units)
+            self._units, params = units, [param for unit in units for param in unit.params]
+            measured = self._measured = _Measured(params, self._weigh(params))
         found, updates = list[TensorList](), list[PendingUpdate]()
         for unit in units:
             grads = self._grads_of(unit)
             if isinstance(grads, MegascaleError):
                 return self.failed(grads)
             found.append(grads)
-            if grads.num_there:
+            if grads.num_there or unit.counted:
                 updates.append(PendingUpdate(param_groups[unit.group], unit, grads))
         self.weights, (lists, joined) = measured.weights, self._joined
         if not (lists and are_same(lists, found)):
-            parts = [
-                grads if len(indices) == len(grads) else grads.pick(indices)
-                for grads, indices in zip(found, measured.owned, strict=True)
-            ]
-            joined = TensorList.joined(parts)
+            joined = TensorList.joined(found)
             kept = [self._kept[unit].grads for unit in units if unit in self._kept]
             if are_same(kept, found):  # all are main grads, which live as long as their GradSync
                 self._joined = found, joined
@@ -166,14 +155,6 @@ class ReadyGrads:
         """Return an empty collection with ``error``, for a rank whose step cannot be taken."""
         self.weights = self._weigh([])
         return Collected([], [], TensorList(), self.weights, error)
-
-    def _to_measure(self, units: Sequence[UpdateUnit]) -> _Measured:
-        owned = [
-            [index for index, param in enumerate(unit.params) if param.shard is None or param.main.numel()]
-            for unit in units
-        ]
-        params = [unit.params[index] for unit, indices in zip(units, owned, strict=True) for index in indices]
-        return _Measured(owned, params, self._weigh(params))
 
     def _grads_of(self, unit: UpdateUnit) -> TensorList | MegascaleError:
         """Return the gradients of a unit. An error for one that no kernel can read, or that another GradSync has."""

@@ -117,7 +117,7 @@ class StepMember:
         for gone in [key for key in state if isinstance(key, Tensor) and id(key) not in here]:
             del state[gone]
         for unit in self.main_params.units():  # state lies in memory as it is updated
-            new = [param for param in unit.params if id(param) in created]
+            new = [param for param in chain(unit.params, unit.elsewhere) if id(param) in created]
             for param in new:
                 self.grads.validate_param(param)
                 entries = state.get(param.model, {})
@@ -255,14 +255,14 @@ class StepMember:
         if self.replicas_may_differ:
             return {}
         everywhere = self.main_params.all_sharded_params()
-        num_updated = sum(len(update.params) for update in collected.updates)
+        num_updated = sum(update.grads.num_there + len(update.unit.counted) for update in collected.updates)
         if not everywhere:
             if num_updated == sum(map(len, self.main_params.ordered)):
                 return {}
             everywhere = {param.name: param.model for param in self.main_params}
         if num_updated == len(everywhere):
             return {}
-        present = {id(param.model) for update in collected.updates for param in update.params}
+        present = {id(param.model) for update in collected.updates for param in update.trained()}
         return {name: param for name, param in everywhere.items() if id(param) not in present}
 
     # For a graph that holds the step

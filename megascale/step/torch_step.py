@@ -147,11 +147,14 @@ class GeneralUpdate(InnerUpdate):
             return []
         owned = [(param, grad) for pending in updates for param, grad in pending.pairs() if param.is_owned]
         params, grads = [param for param, _ in owned], [grad for _, grad in owned]
+        # Empty pieces too: the optimizer makes and counts state of them that all ranks have alike.
+        empty = [param for pending in updates for param in pending.unit.counted if param.is_owned]
         failure: Exception | None = None
         for param in params:
             param.decode()
         try:
-            with self.lend(params, self.unscaled(params, grads, decision), self._holders):
+            unscaled = [*self.unscaled(params, grads, decision), *(torch.empty_like(param.main) for param in empty)]
+            with self.lend([*params, *empty], unscaled, self._holders):
                 self.inner_step()
         except Exception as error:  # whatever it is: other ranks wait
             failure = error

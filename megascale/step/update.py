@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from megascale.rules import Hyper
 
 @dataclass(frozen=True)
 class PendingUpdate:
-    """A unit with its param group's options, and its local gradients, of which at least one is there.
+    """A unit with its param group's options, and its local gradients, of which one is there, or is elsewhere.
 
     Attributes:
         call: made by :meth:`InnerUpdate.prepare`.
@@ -34,6 +35,10 @@ class PendingUpdate:
     def params(self) -> Sequence[MainParam]:
         """The main params that have a gradient."""
         return self.grads.beside(self.unit.params)
+
+    def trained(self) -> Iterator[MainParam]:
+        """Yield the main params that have a gradient, and the empty pieces of those that have one elsewhere."""
+        return chain(self.params, self.unit.counted)
 
     def pairs(self) -> Iterator[tuple[MainParam, Tensor]]:
         """Yield the main params that have a gradient, each with it."""
@@ -58,6 +63,7 @@ class KernelCall(NamedTuple):
         hyper: hyperparameters.
         names: of the state.
         operands: have gradients in an update only.
+        counts: fp32, 1-D: the step counts of parameters that are trained, and whose elements other ranks own.
         rounds_to_fp16: whether a main param may grow too large for its model param.
         storages: of main params and state.
         addresses: of these.
@@ -67,6 +73,7 @@ class KernelCall(NamedTuple):
     hyper: Hyper
     names: list[str]
     operands: Operands
+    counts: list[Tensor]
     rounds_to_fp16: bool
     storages: list[torch.UntypedStorage]
     addresses: list[int]
