@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megascale.grad_sync import reduced_hooks, reduction
+from megascale.grad_sync import reduction, sync
 from megascale.main_params import gather
 from megascale.utils import collectives, streams
 
@@ -172,7 +172,7 @@ class StreamModel(TorchDispatchMode):
         patch.setattr(streams, "has_streams", lambda device: True)
         patch.setattr(streams, "current_stream", lambda device: self.current)
         patch.setattr(streams, "keep", self.keep)
-        patch.setattr(reduced_hooks, "new_stream", lambda _: self.stream("reduced"))
+        patch.setattr(sync, "new_stream", lambda _: self.stream("reduced"))
         patch.setattr(reduction, "runs_on_streams", lambda *_: True)
         patch.setattr(reduction, "is_message_passing", lambda *_: False)
         patch.setattr(gather, "is_message_passing", lambda *_: False)

@@ -1,55 +1,44 @@
-"""A bucket's memory: one flat tensor with a view of it for every parameter inside.
+"""A bucket: flat memory with a view of it for every parameter inside, and the reduction of what lies there.
 
-It holds main grads, and the model params that are gathered after a sharded update. Every bucket is its own allocation,
-so that moving parameters into flat memory needs the memory of one more bucket, not of all.
+The memory holds main grads, or the model params that are gathered after a sharded update. Every bucket is its own
+allocation, so that moving parameters into flat memory needs the memory of one more bucket, not of all.
 """
 
-from collections.abc import Mapping
-from functools import lru_cache
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megascale.grad_sync.layout import Bucket, BufferLayout, Piece
+from megascale.grad_sync.layout import Bucket
+from megascale.grad_sync.reduction import BucketReduction, Divisor
+from megascale.parallel import GradGroup
+from megascale.utils.collectives import group_rank
 from megascale.utils.host_memory import host_copies, storage_bytes
 from megascale.utils.streams import WriteOrder
+
+GATHER_BIT = 1 << 30
+"""Set in the tags of the messages that gather a bucket's model params, not in those of its reduction."""
 
 
 class FlatBucket:
     """The memory of one bucket, zero at first.
 
     Attributes:
-        layout: where each parameter lies.
-        bucket: which of the layout's buckets this is.
-        placements: where the parameters inside lie, in order.
+        bucket: where each parameter lies.
         flat: shape [bucket.numel], padding included.
         views: by name, contiguous, in the parameter's shape.
         order: orders the streams that write the views; its parts are named as they are.
     """
 
-    def __init__(
-        self,
-        layout: BufferLayout,
-        bucket: Bucket,
-        shapes: Mapping[str, torch.Size],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.layout = layout
+    def __init__(self, bucket: Bucket, params: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self.bucket = bucket
-        self.placements = bucket.placements
         self.flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
         self.order = WriteOrder(self.flat)
         self._host: Tensor | None = None
-        self.views: dict[str, Tensor] = {}
-        for placement in self.placements:
-            part = self.flat[placement.start - bucket.start : placement.stop - bucket.start]
-            self.views[placement.name] = part.view(shapes[placement.name])
-
-    def twin(self, dtype: torch.dtype) -> "FlatBucket":
-        """Return new memory of the same layout in another dtype."""
-        shapes = {name: view.shape for name, view in self.views.items()}
-        return FlatBucket(self.layout, self.bucket, shapes, dtype, self.flat.device)
+        self.views = {at.name: self.flat[at.start : at.stop].view(params[at.name].shape) for at in bucket.placements}
 
     def leave(self, *, pin: bool, keep: bool) -> None:
         """Free the memory; all views stay, without memory, until :meth:`come_back`.
@@ -79,41 +68,73 @@ class FlatBucket:
 
     def shard(self, rank: int) -> Tensor:
         """Return the part that ``rank`` owns."""
-        start, stop = self.layout.shard(self.bucket, rank)
-        return self.flat[start - self.bucket.start : stop - self.bucket.start]
+        return self.flat[self.bucket.borders[rank] : self.bucket.borders[rank + 1]]
 
     def uneven_shards(self) -> list[Tensor] | None:
         """Return the parts of all ranks, in order; None where they are equal."""
-        if not self.bucket.borders:
-            return None
-        return [self.shard(rank) for rank in range(self.layout.num_shards)]
-
-    def pieces(self, rank: int) -> dict[str, Piece]:
-        """Return the piece of each parameter that ``rank`` owns, by name: at most one, as shards are contiguous."""
-        return {piece.name: piece for piece in self.layout.pieces(*self.layout.shard(self.bucket, rank))}
-
-    def part(self, piece: Piece) -> Tensor:
-        """Return the memory of a piece, 1-D."""
-        start = piece.start - self.bucket.start
-        return self.flat[start : start + piece.numel]
+        shards = [self.flat[begin:end] for begin, end in pairwise(self.bucket.borders)]
+        return None if len(set(map(Tensor.numel, shards))) == 1 else shards
 
     def parts(self, rank: int) -> dict[str, Tensor]:
         """Return the memory of what ``rank`` owns of each parameter, by name: 1-D, empty where it owns nothing.
 
         Where parameters have owners, those of ``rank`` are whole, in their shapes.
         """
-        pieces = self.pieces(rank)
-        return {
-            placement.name: self.views[placement.name]
-            if placement.owner == rank
-            else self.part(pieces[placement.name])
-            if placement.name in pieces
-            else self.flat[:0]
-            for placement in self.placements
-        }
+        parts = {piece.name: self.flat[piece.start : piece.stop] for piece in self.bucket.pieces(rank)}
+        return parts | {name: self.views[name] for name, _, _, owner in self.bucket.placements if owner == rank}
 
 
-@lru_cache
-def main_grad_dtype(asked: torch.dtype, param_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a main grad: ``asked`` where it can hold the gradients of a ``param_dtype`` parameter."""
-    return asked if torch.promote_types(asked, param_dtype) == asked else param_dtype
+@dataclass(eq=False)
+class SyncedBucket:
+    """A bucket of main grads, from the first gradient of a step until its reduction has begun.
+
+    Attributes:
+        params: by name.
+        tag: of its messages.
+        waiting: names of parameters whose gradients are still to come.
+        fresh: names of those that had none in this step: the first one overwrites the main grad.
+        started: whether the reduction has begun.
+    """
+
+    memory: FlatBucket
+    group: GradGroup
+    params: dict[str, nn.Parameter]
+    reduction: BucketReduction
+    tag: int
+    waiting: set[str] = field(init=False)
+    fresh: set[str] = field(init=False)
+    started: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    @property
+    def rank(self) -> int:
+        """The index of this rank's shard."""
+        return group_rank(self.group.shard)
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.waiting = set(self.params)
+        self.fresh = set(self.params)
+        self.started = False
+
+    def start(self, divisor: Divisor) -> None:
+        """Start the reduction, after the work of all streams that wrote gradients.
+
+        Parameters that had no gradient take part with zeros.
+        """
+        self.memory.order.join()
+        for name in self.fresh:
+            self.memory.views[name].zero_()
+        self.fresh = set()
+        self.started = True
+        self.reduction.start(divisor)
+
+
+def tag_of(names: Iterable[str]) -> int:
+    """Return the tag of a bucket's messages: a checksum of its parameters' names, so that all ranks have the same.
+
+    Buckets of several optimizers may be reduced over one group at once, started in another order on each rank.
+    """
+    return zlib.crc32("\n".join(names).encode()) % GATHER_BIT

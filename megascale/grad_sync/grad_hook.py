@@ -5,7 +5,7 @@ owner weakly, and an unused owner is freed with its main grads and thread.
 """
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale.errors import ArgumentError
+from megascale.errors import ArgumentError, ArgumentTypeError, sparse_gradient
 from megascale.utils.calls import outside_of_graphs
+from megascale.utils.dtensors import is_dtensor
 from megascale.utils.live_objects import objects_of
 
 if TYPE_CHECKING:
@@ -60,6 +61,35 @@ def require_unowned(named_parameters: Iterable[tuple[str, torch.Tensor]], remedy
             raise ArgumentError(
                 f"parameter {name!r} belongs to a live {kind}, which takes its gradients in backward; {remedy}"
             )
+
+
+def check_syncable(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise an error, naming it, for a parameter whose gradient nobody can take in backward and reduce."""
+    name_of: dict[int, str] = {}
+    for name, param in params.items():
+        if is_dtensor(param):
+            raise ArgumentTypeError(
+                f"parameter {name!r} is a DTensor, whose own mesh reduces its gradient; use MixedPrecisionOptimizer "
+                "without grad_sync"
+            )
+        if id(param) in name_of:
+            raise ArgumentError(
+                f"parameters {name_of[id(param)]!r} and {name!r} are the same tensor, whose gradient would count "
+                "twice; name it once, as module.named_parameters() does"
+            )
+        name_of[id(param)] = name
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise sparse_gradient(name, param.grad.layout)
+    require_unowned(
+        params.items(),
+        "delete that and all that refers to it, or call its detach() (DistributedOptimizer: grad_sync.detach())",
+    )
+    wrapped = find_under_ddp(params.items())
+    if wrapped is not None:
+        raise ArgumentError(
+            f"parameter {wrapped!r} is under a DistributedDataParallel, which would reduce its gradient a second time; "
+            "pass the bare module's parameters, train that, and drop the DistributedDataParallel"
+        )
 
 
 def find_under_ddp(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> str | None:

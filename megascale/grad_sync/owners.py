@@ -9,9 +9,9 @@ have to do adds up over buckets.
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
-from megascale.errors import ArgumentError
-from megascale.grad_sync.layout import DEFAULT_ALIGNMENT, Bucket, BufferLayout, ParamSize, Placement, rounded_up
+from megascale.grad_sync.layout import DEFAULT_ALIGNMENT, Bucket, ParamSize, Placement, rounded_up
 from megascale.utils import validate
 
 
@@ -57,42 +57,24 @@ class OwnerLoads:
             self.costs[rank], self.numels[rank] = cost, numel
         return owners
 
-    def regrouped(self, layouts: Sequence[BufferLayout], sizes: Mapping[str, ParamSize]) -> list[BufferLayout]:
-        """Return ``layouts`` by owner, who are assigned here: see :func:`group_by_owner`. ``sizes``: by name."""
-        buckets = [bucket for layout in layouts for bucket in layout.buckets]
+    def grouped(self, buckets: Sequence[Bucket], sizes: Mapping[str, ParamSize]) -> list[Bucket]:
+        """Return ``buckets`` by owner, who are assigned here: see :func:`group_by_owner`. ``sizes``: by name."""
         owners = self.assign([[sizes[placement.name] for placement in bucket.placements] for bucket in buckets])
-        return [group_by_owner(layout, owners) for layout in layouts]
+        return [group_by_owner(bucket, owners, len(self.costs)) for bucket in buckets]
 
 
 def group_by_owner(
-    layout: BufferLayout, owners: Mapping[str, int], *, alignment: int = DEFAULT_ALIGNMENT
-) -> BufferLayout:
-    """Return ``layout`` with each bucket's parameters sorted by owner: a rank's shard is what it owns of the bucket.
+    bucket: Bucket, owners: Mapping[str, int], num_shards: int, *, alignment: int = DEFAULT_ALIGNMENT
+) -> Bucket:
+    """Return a bucket with its parameters sorted by owner: a rank's shard is what it owns of the bucket.
 
-    Buckets hold the same parameters as before. The only padding is that of parameters to ``alignment`` elements. A rank
-    that owns nothing of a bucket has an empty shard.
-
-    Raises ArgumentError for a parameter whose owner is missing or is no rank of the layout, naming it.
+    The only padding is that of parameters to ``alignment`` elements. A rank that owns nothing has an empty shard, and
+    takes part in the bucket's messages all the same.
     """
-    buckets: list[Bucket] = []
-    position = 0
-    for bucket in layout.buckets:
-        by_owner: list[list[Placement]] = [[] for _ in range(layout.num_shards)]
-        for placement in bucket.placements:
-            owner, most = owners.get(placement.name), layout.num_shards - 1
-            if owner is None or not 0 <= owner <= most:
-                raise ArgumentError(
-                    f"owners[{placement.name!r}] is {owner}, must be a rank between 0 and {most}; take them from "
-                    "OwnerLoads.assign()"
-                )
-            by_owner[owner].append(placement)
-        inside: list[Placement] = []
-        borders = [position]
-        for rank, owned in enumerate(by_owner):
-            for placement in owned:
-                stop = position + placement.stop - placement.start
-                inside.append(Placement(placement.name, position, stop, rank))
-                position = rounded_up(stop, alignment)
-            borders.append(position)  # also of an empty shard: its rank takes part in the bucket's messages
-        buckets.append(Bucket(bucket.index, borders[0], position, tuple(inside), tuple(borders)))
-    return BufferLayout(layout.kind, layout.num_shards, buckets)
+    placements: list[Placement] = []
+    ends, position = [0] * num_shards, 0
+    for name, start, stop, _ in sorted(bucket.placements, key=lambda placement: owners[placement.name]):
+        owner, end = owners[name], position + stop - start
+        placements.append(Placement(name, position, end, owner))
+        position = ends[owner] = rounded_up(end, alignment)
+    return Bucket(tuple(placements), (0, *accumulate(ends, max)))

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from megascale.grad_sync.layout import BufferLayout, ParamSize, build_layouts
+from megascale.grad_sync.layout import Bucket, ParamSize, build_buckets
 from megascale.grad_sync.owners import OwnerLoads
 from megascale.grad_sync.sync import GradSync
 from megascale.parallel import GradGroup
@@ -42,10 +42,10 @@ class ShardedGradSync(GradSync):
         return {"shard": repr(shard), **arguments, "overlap_grad_reduce": overlap}
 
     @override
-    def layouts(self, sizes: Sequence[ParamSize], group: GradGroup, *, expert: bool) -> list[BufferLayout]:
+    def cut(self, sizes: Sequence[ParamSize], group: GradGroup, *, expert: bool) -> list[Bucket]:
         num_shards = group_size(group.shard)
-        even = build_layouts(sizes, num_shards, bucket_numel=self._bucket_numel)
+        even = build_buckets(sizes, num_shards, bucket_numel=self._bucket_numel)
         if not self._by_parameter:
             return even
         loads = self._loads.setdefault(expert, OwnerLoads(num_shards))
-        return loads.regrouped(even, {size.name: size for size in sizes})
+        return loads.grouped(even, {size.name: size for size in sizes})

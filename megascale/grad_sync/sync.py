@@ -8,7 +8,8 @@ stall no rank.
 The hooks refer to their GradSync weakly: when it is freed, so are its hooks, main grads and thread.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from threading import Lock
@@ -21,23 +22,23 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
-from megascale.grad_sync.bucket import FlatBucket, main_grad_dtype
+from megascale.errors import ArgumentError, GradientError, UsageError, sparse_gradient
+from megascale.grad_sync.bucket import FlatBucket, SyncedBucket, tag_of
 from megascale.grad_sync.clipping_by_hand import refuse_while_there
 from megascale.grad_sync.construction import KIND, Construction, param_forms, ranks_by_field
-from megascale.grad_sync.grad_hook import GradHook, find_under_ddp, require_unowned
-from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, BufferLayout, ParamSize, build_layouts
+from megascale.grad_sync.grad_hook import GradHook, check_syncable, find_under_ddp
+from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, Bucket, ParamSize, build_buckets
 from megascale.grad_sync.owners import update_cost
-from megascale.grad_sync.reduced_hooks import ReducedHook, ReducedHooks
 from megascale.grad_sync.reduction import Divisor, ReduceThread, bucket_reduction
-from megascale.grad_sync.synced_bucket import SyncedBucket, tag_of
 from megascale.grad_sync.usable_grads import memory_error, under_ddp, why_not_taken
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
 from megascale.utils import validate
 from megascale.utils.autograd import without_grad
 from megascale.utils.collectives import group_size
-from megascale.utils.dtensors import is_dtensor
+from megascale.utils.streams import new_stream
 from megascale.utils.transfer import to_device_async
+
+ReducedHook = Callable[[Tensor], None]
 
 REDUCTIONS = ("mean", "sum")
 MOST_PENDING = 2
@@ -45,44 +46,6 @@ MOST_PENDING = 2
 
 # An attrgetter, as map() then runs in C: at every step, over every parameter.
 _GRAD = attrgetter("grad")
-
-
-def trainable_by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
-    """Return the parameters that require grad. Raises ArgumentError where two share a name."""
-    params: dict[str, nn.Parameter] = {}
-    for name, param in named_parameters:
-        if param.requires_grad and params.setdefault(name, param) is not param:
-            raise ArgumentError(f"two parameters are called {name!r}; give each a name of its own in named_parameters")
-    return params
-
-
-def check_syncable(params: Mapping[str, nn.Parameter]) -> None:
-    """Raise ArgumentError or GradientError, naming it, for a parameter whose gradient cannot be synced here."""
-    name_of: dict[int, str] = {}
-    for name, param in params.items():
-        if is_dtensor(param):
-            raise ArgumentTypeError(
-                f"parameter {name!r} is a DTensor, whose own mesh reduces its gradient; use MixedPrecisionOptimizer "
-                "without grad_sync"
-            )
-        if id(param) in name_of:
-            raise ArgumentError(
-                f"parameters {name_of[id(param)]!r} and {name!r} are the same tensor, whose gradient would count "
-                "twice; name it once, as module.named_parameters() does"
-            )
-        name_of[id(param)] = name
-        if param.grad is not None and param.grad.layout != torch.strided:
-            raise sparse_gradient(name, param.grad.layout)
-    require_unowned(
-        params.items(),
-        "delete that and all that refers to it, or call its detach() (DistributedOptimizer: grad_sync.detach())",
-    )
-    wrapped = find_under_ddp(params.items())
-    if wrapped is not None:
-        raise ArgumentError(
-            f"parameter {wrapped!r} is under a DistributedDataParallel, which would reduce its gradient a second time; "
-            "pass the bare module's parameters, train that, and drop the DistributedDataParallel"
-        )
 
 
 class GradSync:
@@ -107,7 +70,7 @@ class GradSync:
         reduce_dtype: of the messages. None: the main grads' type. A 16-bit type halves the traffic; gradients are
             divided by the number of ranks first, because 16-bit sums overflow.
         reduction: "mean" over the data-parallel ranks, or "sum". See :meth:`set_divisor` for any other divisor.
-        bucket_numel: elements of a bucket, see :func:`megascale.grad_sync.layout.build_layouts`.
+        bucket_numel: elements of a bucket, see :func:`megascale.grad_sync.layout.build_buckets`.
         overlap: start reductions during backward. False: all of them in :meth:`finish`.
 
     Backward raises GradientError for a sparse gradient and UsageError for one that comes after its bucket's reduction
@@ -149,8 +112,8 @@ class GradSync:
         self._thread = ReduceThread()
         self._main_grads: dict[int, Tensor] = {}
         self._local_grads: dict[int, Tensor] = {}
-        self._bucket_of: dict[int, SyncedBucket] = {}
-        self._reduced_hooks = ReducedHooks()
+        self._reduced_hooks: dict[int, OrderedDict[int, ReducedHook]] = {}
+        self._asides: dict[torch.device, torch.Stream] = {}
         self._hooks: list[RemovableHandle] = []
         self._remove_hooks = finalize(self, _remove, self._hooks)
         self._remove_hooks.atexit = False
@@ -179,20 +142,24 @@ class GradSync:
 
         Raises ArgumentError, or GradientError for a sparse gradient, before anything has changed.
         """
-        params = trainable_by_name(named_parameters)
+        params: dict[str, nn.Parameter] = {}
+        for name, param in named_parameters:
+            if param.requires_grad and params.setdefault(name, param) is not param:
+                raise ArgumentError(
+                    f"two parameters are called {name!r}; give each a name of its own in named_parameters"
+                )
         check_syncable(params)
         added = self._build(params, param_groups or {})
-        self.buckets += added
-        for bucket in added:
+        for index, bucket in enumerate(added, start=len(self.buckets)):
             local = bucket.memory.parts(bucket.rank) if self.is_sharded else bucket.memory.views
             for name, param in bucket.params.items():
                 self._main_grads[id(param)] = bucket.memory.views[name]
                 self._local_grads[id(param)] = local[name]
-                self._bucket_of[id(param)] = bucket
-                hook = GradHook(self, name, bucket.index)
+                hook = GradHook(self, name, index)
                 self._hooks.append(param.register_post_accumulate_grad_hook(hook))
                 if param.grad is not None:
                     self._accumulate(name, param, bucket)
+        self.buckets += added
         return added
 
     def construction(self, *, experts: bool) -> Construction:
@@ -236,11 +203,18 @@ class GradSync:
         return self._local_grads.get(id(param))
 
     def register_reduced_hook(self, param: nn.Parameter, hook: ReducedHook) -> RemovableHandle:
-        """Call ``hook`` with :meth:`local_grad` in backward, as soon as it is reduced: see :class:`ReducedHooks`.
+        """Call ``hook`` with :meth:`local_grad` in backward, as soon as the reduction of its bucket was started.
 
-        All ranks register the same. Not called for reductions that begin in :meth:`finish`, or that a host carries out.
+        It runs on a stream that waits for the reduction, so that backward does not: what it puts there reads a reduced
+        main grad, which it must not write. :meth:`finish` waits for that stream only as far as the reduction itself.
+
+        All ranks register hooks of the same parameters, as buckets with one end their reductions in another order. Not
+        called for reductions that begin in :meth:`finish`, or that a host carries out.
         """
-        return self._reduced_hooks.register(self._bucket_of[id(param)], self._local_grads[id(param)], hook)
+        hooks = self._reduced_hooks.setdefault(id(param), OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     def reduces(self, grad: Tensor) -> bool:
         """Return whether ``grad``, a main grad or a part of one, lies where reductions reach it."""
@@ -342,7 +316,6 @@ class GradSync:
 
         Backward raises UsageError meanwhile. See :meth:`megascale.MixedPrecisionOptimizer.offload`.
         """
-        self.require_idle()
         self._is_away, self._pinned = True, pin
         for bucket in self.buckets:
             bucket.memory.leave(pin=pin, keep=len(bucket.fresh) < len(bucket.params))
@@ -364,7 +337,6 @@ class GradSync:
         """Return new buckets in the order in which backward is expected to fill them."""
         groups = {is_expert(param): self._groups.of_param(param) for param in params.values()}
         place = {name: index for index, name in enumerate(params)}
-        shapes = {name: param.shape for name, param in params.items()}
         built: list[SyncedBucket] = []
         for expert, group in groups.items():
             sizes = [
@@ -377,26 +349,24 @@ class GradSync:
                 for name, param in params.items()
                 if is_expert(param) == expert
             ]
-            for layout in self.layouts(sizes, group, expert=expert):
-                first = params[layout.placements[0].name]
-                dtype = main_grad_dtype(self._grad_dtype, first.dtype)
-                for bucket in layout.buckets:
-                    memory = FlatBucket(layout, bucket, shapes, dtype, first.device)
-                    own = {name: params[name] for name in memory.views}
-                    travel = self._reduce_dtype or dtype
-                    tag = tag_of(own)
-                    cuts = layout.cuts(bucket) if self.is_sharded else None
-                    reduction = bucket_reduction(memory.flat, group, travel, self._thread, tag, cuts=cuts)
-                    built.append(SyncedBucket(0, memory, group, own, reduction, tag))
+            for bucket in self.cut(sizes, group, expert=expert):
+                own = {placement.name: params[placement.name] for placement in bucket.placements}
+                first = next(iter(own.values()))
+                # In the asked dtype where that can hold gradients of these parameters.
+                fits = torch.promote_types(self._grad_dtype, first.dtype) == self._grad_dtype
+                dtype = self._grad_dtype if fits else first.dtype
+                memory, tag = FlatBucket(bucket, own, dtype, first.device), tag_of(own)
+                cuts = bucket.borders if self.is_sharded else None
+                travel = self._reduce_dtype or dtype
+                reduction = bucket_reduction(memory.flat, group, travel, self._thread, tag, cuts=cuts)
+                built.append(SyncedBucket(memory, group, own, reduction, tag))
         # Backward fills a bucket when it reaches the bucket's earliest parameter, and reaches late layers first.
         built.sort(key=lambda synced: -min(place[name] for name in synced.params))
-        for index, synced in enumerate(built, start=len(self.buckets)):
-            synced.index = index
         return built
 
-    def layouts(self, sizes: Sequence[ParamSize], group: GradGroup, *, expert: bool) -> list[BufferLayout]:
-        """Return the buffers of parameters that ``group`` reduces; ``expert``: whether they are experts'."""
-        return build_layouts(sizes, 1, bucket_numel=self._bucket_numel)
+    def cut(self, sizes: Sequence[ParamSize], group: GradGroup, *, expert: bool) -> list[Bucket]:
+        """Return the buckets of parameters that ``group`` reduces; ``expert``: whether they are experts'."""
+        return build_buckets(sizes, 1, bucket_numel=self._bucket_numel)
 
     @without_grad
     def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:
@@ -420,7 +390,20 @@ class GradSync:
             with self._starting:
                 while self._next_is_complete():
                     self._start_next()
-                    self._reduced_hooks.call(self.buckets[self._next - 1])
+                    self._call_reduced_hooks(self.buckets[self._next - 1])
+
+    def _call_reduced_hooks(self, bucket: SyncedBucket) -> None:
+        """Call the hooks of a bucket whose reduction was just started, where a stream can wait for it."""
+        hooked = [key for key in map(id, bucket.params.values()) if self._reduced_hooks.get(key)]
+        if hooked and bucket.reduction.ends_aside:
+            device = bucket.memory.flat.device
+            if device not in self._asides:
+                self._asides[device] = new_stream(device)
+            with self._asides[device]:
+                bucket.reduction.end_aside()
+                for key in hooked:
+                    for hook in list(self._reduced_hooks[key].values()):
+                        hook(self._local_grads[key])
 
     def _next_is_complete(self) -> bool:
         """Whether all gradients of the next bucket to start have arrived."""

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from megascale.errors import GradientError, sparse_gradient
+from megascale.grad_sync.bucket import SyncedBucket
 from megascale.grad_sync.grad_hook import find_under_ddp
-from megascale.grad_sync.synced_bucket import SyncedBucket
 from megascale.kernels import tensor_fault
 from megascale.utils.dtensors import is_dtensor, to_local
 

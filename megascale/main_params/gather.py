@@ -5,15 +5,15 @@ ended. With overlap, modules wait for a bucket just before forward uses its para
 :mod:`megascale.main_params.gather_hooks`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
+from megascale.grad_sync.bucket import GATHER_BIT, FlatBucket, SyncedBucket
 from megascale.grad_sync.message_thread import MessageThread
-from megascale.grad_sync.synced_bucket import GATHER_BIT, SyncedBucket
 from megascale.main_params.gather_hooks import GatherHooks
 from megascale.main_params.write_tracker import WriteWatch
 from megascale.utils.collectives import Pending, all_gather_start, group_size, is_message_passing
@@ -23,9 +23,10 @@ from megascale.utils.streams import Arrival, has_streams
 class GatheredBucket:
     """One bucket of model params, whole on every rank once gathered."""
 
-    def __init__(self, synced: SyncedBucket, dtype: torch.dtype, thread: MessageThread) -> None:
+    def __init__(self, synced: SyncedBucket, thread: MessageThread) -> None:
         self.synced = synced
-        self.memory = synced.memory.twin(dtype)
+        dtype = next(iter(synced.params.values())).dtype
+        self.memory = FlatBucket(synced.memory.bucket, synced.params, dtype, synced.memory.flat.device)
         self._thread = thread
         self._uneven = self.memory.uneven_shards()
         self._arrival: Arrival | None = None
@@ -112,10 +113,14 @@ class GatheredBucket:
 
 
 class ParamGather:
-    """All buckets of model params, by the index of their gradients' bucket."""
+    """All buckets of model params.
+
+    Attributes:
+        buckets: in the order of their gradients' buckets, the reverse of that in which forward needs them.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], *, overlap: bool) -> None:
-        self.buckets: dict[int, GatheredBucket] = {}
+        self.buckets: list[GatheredBucket] = []
         self.overlap = overlap
         self._modules = modules
         self._thread = MessageThread()
@@ -124,31 +129,27 @@ class ParamGather:
         # When this object is freed the model is whole. This only waits for gathers that every rank has started.
         finalize(self, _wait, self.buckets).atexit = False
 
-    def add(self, synced: Iterable[SyncedBucket]) -> None:
-        """Move the parameters of new buckets into flat memory, one bucket at a time."""
-        for bucket in synced:
-            dtype = next(iter(bucket.params.values())).dtype
-            gathered = self.buckets[bucket.index] = GatheredBucket(bucket, dtype, self._thread)
-            for name, param in bucket.params.items():
-                gathered.point(name, param)
-                self._bucket_of[id(param)] = gathered
+    def add(self, synced: SyncedBucket) -> GatheredBucket:
+        """Move the parameters of a new bucket into flat memory."""
+        gathered = GatheredBucket(synced, self._thread)
+        self.buckets.append(gathered)
+        for name, param in synced.params.items():
+            gathered.point(name, param)
+            self._bucket_of[id(param)] = gathered
         if self.overlap:
             self._hooks.add(self._modules)
+        return gathered
 
     def bucket_of(self, param: Tensor) -> GatheredBucket:
         """Return the bucket that holds ``param``, which is gathered."""
         return self._bucket_of[id(param)]
-
-    def in_forward_order(self) -> list[GatheredBucket]:
-        """Return all buckets, in the order in which forward needs them."""
-        return [self.buckets[index] for index in sorted(self.buckets, reverse=True)]
 
     def start_all(self) -> None:
         """Start the gathers that this step has not started: all ranks gather every bucket, updated or not.
 
         Without overlap, and where compiled code reads weights, wait for them.
         """
-        for bucket in self.in_forward_order():
+        for bucket in reversed(self.buckets):
             if not bucket.was_started:
                 bucket.start()
             bucket.was_started = False
@@ -164,7 +165,7 @@ class ParamGather:
     def _end(self) -> None:
         """Wait, on behalf of all streams that wait for the current one later: the gather is a part of the step."""
         _begin(self.buckets)
-        for bucket in self.buckets.values():
+        for bucket in self.buckets:
             bucket.end()
 
     def wait_for(self, params: Iterable[nn.Parameter]) -> None:
@@ -179,10 +180,9 @@ class ParamGather:
     def take_written_too_early(self) -> list[str]:
         """Return, once, the names of params that were written while their weights were on their way."""
         found = []
-        for bucket in self.buckets.values():
-            if bucket.written_too_early:
-                found += bucket.written_too_early
-                bucket.written_too_early = []
+        for bucket in self.buckets:
+            found += bucket.written_too_early
+            bucket.written_too_early.clear()
         return found
 
     def detach(self) -> None:
@@ -192,13 +192,13 @@ class ParamGather:
         self._thread.close()
 
 
-def _begin(buckets: Mapping[int, GatheredBucket]) -> None:
+def _begin(buckets: Sequence[GatheredBucket]) -> None:
     """Start all gathers that wait for shards, in the order of forward: each rank does so when it first needs one."""
-    for index in sorted(buckets, reverse=True):
-        buckets[index].begin()
+    for bucket in reversed(buckets):
+        bucket.begin()
 
 
-def _wait(buckets: Mapping[int, GatheredBucket]) -> None:
+def _wait(buckets: Sequence[GatheredBucket]) -> None:
     _begin(buckets)
-    for bucket in buckets.values():
+    for bucket in buckets:
         bucket.wait()

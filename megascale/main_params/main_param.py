@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.grad_sync.layout import Piece
 from megascale.kernels import memory_fault, sharing, tensor_fault
 from megascale.kernels.remainders import REMAINDER_DTYPE, decode, encode
 from megascale.main_params.host_buffers import HostBuffers
@@ -223,7 +224,7 @@ def main_param_of(
     shard: Tensor | None,
     memory: Tensor | None,
     *,
-    is_owned: bool = True,
+    piece: Piece | None = None,
     on_host: HostBuffers | None = None,
 ) -> MainParam:
     """Return a main param with the model's values.
@@ -231,19 +232,21 @@ def main_param_of(
     Args:
         shard: of ``model``, which the main param is to be like; None: all of it.
         memory: zeros, of fp32 or of a remainder, see :func:`main_memory`. None: the main param is no copy.
+        piece: what ``shard`` is of ``model``.
         on_host: what the model param has in host memory, where ``memory`` is there.
     """
-    like = model if shard is None else shard
-    if memory is None:
-        return MainParam(name, model, like, shard, is_copy=False, is_owned=is_owned)
-    placed = dtensor_like(memory, like)
-    if memory.dtype != REMAINDER_DTYPE:
-        memory.copy_(to_local(like))
-        return MainParam(name, model, placed, shard, is_copy=True, is_owned=is_owned, on_host=on_host)
-    main = torch.empty_like(
-        like, dtype=torch.float32, device=memory.device, requires_grad=False, memory_format=torch.preserve_format
-    )
-    return MainParam(name, model, main, shard, is_copy=True, is_owned=is_owned, remainder=placed, on_host=on_host)
+    main: Tensor = model if shard is None else shard
+    remainder = None
+    if memory is not None and memory.dtype == REMAINDER_DTYPE:
+        remainder = dtensor_like(memory, main)
+        main = torch.empty_like(
+            main, dtype=torch.float32, device=memory.device, requires_grad=False, memory_format=torch.preserve_format
+        )
+    elif memory is not None:
+        memory.copy_(to_local(main))
+        main = dtensor_like(memory, main)
+    is_owned, start = (True, 0) if piece is None else (piece.is_owned, piece.param_start)
+    return MainParam(name, model, main, shard, memory is not None, is_owned, start, remainder, on_host=on_host)
 
 
 def check_trainable(name: str, model: Tensor) -> None:

@@ -17,7 +17,9 @@ from typing_extensions import override
 from megascale.config import StepConfig
 from megascale.errors import StateDictError
 from megascale.grad_sync.construction import Construction, exchange, param_forms
-from megascale.grad_sync.sync import GradSync, check_syncable
+from megascale.grad_sync.grad_hook import check_syncable
+from megascale.grad_sync.layout import Piece
+from megascale.grad_sync.sync import GradSync
 from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import ParamGather
@@ -78,28 +80,20 @@ class ShardedMainParams(MainParams):
             broadcast_parameters(params.items(), self._groups)
         # Gradients first: their buckets say where model params lie, so that one range is a rank's shard of both.
         added = self._grad_sync.add(in_order, group_of)
-        self._gather.add(added)
         shards: dict[str, Tensor] = {}
-        starts: dict[str, int] = {}
-        owned: set[str] = set()
+        pieces: dict[str, Piece] = {}
         for synced in added:
             self._everywhere |= synced.params
-            memory = self._gather.buckets[synced.index].memory
-            starts |= {name: piece.param_start for name, piece in memory.pieces(synced.rank).items()}
+            memory = self._gather.add(synced).memory
             shards |= memory.parts(synced.rank)
-            owned |= {place.name for place in memory.placements if place.owner in (None, synced.rank)}
+            pieces |= {piece.name: piece for piece in memory.bucket.pieces(synced.rank)}
         # A bucket's parameters are updated in one unit, and gathered after it: they live in one place, on all ranks.
         on_host = self.host_buffers(shards, [(list(one.params), one.memory.flat.numel()) for one in reversed(added)])
         copies = main_memory(shards, on_host, as_remainders=self.stores_remainders)
-        made = {
-            name: main_param_of(
-                name, params[name], shard, copies.get(name), is_owned=name in owned, on_host=on_host.get(name)
-            )
-            for name, shard in shards.items()
-        }
-        for name, start in starts.items():
-            made[name].start = start
-        return [made[name] for name in params]
+        return [
+            main_param_of(name, model, shards[name], copies.get(name), piece=pieces[name], on_host=on_host.get(name))
+            for name, model in params.items()
+        ]
 
     def _compare(
         self, params: Mapping[str, nn.Parameter], in_forward: Sequence[str], group_of: Mapping[str, int]
@@ -183,7 +177,7 @@ class ShardedMainParams(MainParams):
         """
         group_of = {id(param): index for index, group in enumerate(self.ordered) for param in group}
         found: list[UpdateUnit] = []
-        for bucket in self._gather.in_forward_order():
+        for bucket in reversed(self._gather.buckets):
             by_group: dict[int, tuple[list[MainParam], list[MainParam]]] = {}
             for param in filter(None, map(self.get, bucket.synced.params.values())):
                 if id(param) in group_of:

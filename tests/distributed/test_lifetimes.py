@@ -74,7 +74,7 @@ def _buffers_of(optimizer: MixedPrecisionOptimizer) -> list[Any]:
     held += [param.main for param in optimizer._member.main_params if param.is_copy]
     held += [value for state in optimizer.optimizer.state.values() for value in state.values()]
     if isinstance(optimizer, DistributedOptimizer):
-        held += [bucket.memory.flat for bucket in optimizer._gather.buckets.values()]
+        held += [bucket.memory.flat for bucket in optimizer._gather.buckets]
     return [ref(thing) for thing in held]
 
 

@@ -204,7 +204,7 @@ def _dropped(device: FakeDevice, held: str) -> tuple[bool, int]:
     model(batch).float().sum().backward()
     hooks = [param._post_accumulate_grad_hooks for param in model.parameters()]
     if isinstance(sync, GradSync):  # its own hooks are those of the parameters
-        hooks = list(sync._reduced_hooks._hooks.values())
+        hooks = list(sync._reduced_hooks.values())
     return copies() is None, sum(map(len, filter(None, hooks)))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megascale import MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
-from megascale.grad_sync.synced_bucket import SyncedBucket
+from megascale.grad_sync.bucket import SyncedBucket
 from megascale.kernels import GradWeights, Statistic, TensorList
 from megascale.kernels.reference import ReferenceBackend
 from megascale.step.grad_stats import measure
@@ -129,7 +129,7 @@ def _backward_on_two_devices(device: FakeDevice) -> tuple[int, list[int]]:
         param.register_hook(arrive)
 
     def slow(bucket: SyncedBucket, divisor: Any) -> None:
-        started.append(bucket.index)
+        started.append(sync.buckets.index(bucket))
         begun.set()
         time.sleep(0.2)  # the other device's gradients arrive meanwhile
         start(bucket, divisor)
