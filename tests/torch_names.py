@@ -80,6 +80,7 @@ NAMES = {
     "torch.distributed.ProcessGroup._get_backend": "how long the ranks of a group wait for one another",
     "torch.distributed.ProcessGroup._device_types": "how long the ranks of a group wait for one another",
     "torch._C._distributed_c10d.Backend.Options._timeout": "how long the ranks of a group wait for one another",
+    "torch.distributed.tensor.DTensor._spec": "how a gradient is placed, compared as one object with its parameter's",
     "torch.distributed.tensor.DTensor._local_tensor": "the tensor that kernels write, not a view of it",
     "torch.distributed.tensor.placement_types._StridedShard": "parameters that FSDP2 has cut after tensor parallelism",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "which rows of a DTensor a rank has, for the groups of 8-bit moments",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.amp.local_grads import LocalGrads, reader_of
-from megascale.kernels import AdamHyper, Backend, Decision, Forms, Operands, TensorList, TorchBackend
+from megascale.kernels import AdamHyper, Backend, Decision, Operands, TensorList, TorchBackend
 from megascale.rules import ADAM
 from megascale.step.kernel_state import rate
 from megascale.utils.calls import has_step_hooks
@@ -92,10 +92,14 @@ def _operands(
     for name, tensors in zip(_STATE, state, strict=True):
         if not tensors:  # max_exp_avg_sq without amsgrad
             continue
-        known = reader_of(optimizer, (name, group), _are_steps if name == "step" else _are_moments).read(tensors)
-        if known is None or not (
-            known.forms.devices == params.forms.devices if name == "step" else known.forms.fit(params.forms)
-        ):
+        known = reader_of(optimizer, (name, group)).read(tensors)
+        if known is None or known.forms.kinds != {torch.float32}:
+            return None
+        if name == "step":
+            fits = set(known.forms.shapes) == {torch.Size()} and known.forms.devices == params.forms.devices
+        else:
+            fits = known.forms.fit(params.forms)
+        if not fits:
             return None
         read[name] = known
     steps, mains = read.pop("step"), cast("Any", params)
@@ -107,14 +111,6 @@ def _operands(
         kept[group] = places, operands.tables
     operands.tables = kept[group][1]
     return operands
-
-
-def _are_moments(forms: Forms) -> bool:
-    return forms.kinds == {torch.float32}
-
-
-def _are_steps(forms: Forms) -> bool:
-    return forms.kinds == {torch.float32} and set(forms.shapes) == {torch.Size()}
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -11,15 +12,7 @@ import torch
 from torch import Tensor
 
 from megascale.grad_sync.usable_grads import memory_error
-from megascale.kernels import (
-    UNREADABLE,
-    Backend,
-    Forms,
-    ListReader,
-    TensorList,
-    TensorStats,
-    are_grads,
-)
+from megascale.kernels import UNREADABLE, Backend, Forms, ListReader, TensorList, TensorStats
 from megascale.utils.collectives import redistribute_like
 from megascale.utils.dtensors import is_dtensor, to_local
 from megascale.utils.transfer import to_device_async
@@ -29,8 +22,8 @@ if TYPE_CHECKING:
 
 BackendOf = Callable[[torch.device], Backend]
 
-_Key = tuple[int, torch.device, torch.dtype]
-"""Which plain gradients: the index of their param group, their device, their dtype."""
+_Key = tuple[torch.device, torch.dtype]
+"""Which plain gradients: their device and dtype."""
 
 _GRAD = attrgetter("grad")
 
@@ -48,7 +41,7 @@ class Location(NamedTuple):
 
 
 class PlainGrads(NamedTuple):
-    """Plain gradients of one param group, device and dtype, and their parameters.
+    """Plain gradients of one device and dtype, and their parameters: of all param groups, or of one.
 
     ``params``: None where kernels cannot read all of them.
     """
@@ -81,24 +74,27 @@ class LocalGrads:
         self._parts: defaultdict[Location, defaultdict[torch.dtype, list[Sequence[Tensor]]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        self._plain: dict[_Key, PlainGrads] = {}
+        self._plain: dict[tuple[int, *_Key], PlainGrads] = {}
         self.are_aliases = True
         plain, others = _by_kind(optimizer)
-        read = {key: _read(optimizer, key, params) for key, params in plain.items()}
+        read = {key: _read(optimizer, key, groups) for key, groups in plain.items()}
         if None in read.values():
             _require_memory(optimizer)
-            read = {key: _read(optimizer, key, params) for key, params in plain.items()}
+            read = {key: _read(optimizer, key, groups) for key, groups in plain.items()}
         for param, grad in others:
             self.are_aliases &= not (coalesced and grad.is_sparse)
             location, values = _located(param, grad, coalesced)
             self._parts[location][values.dtype].append([values])
-        for key, params in plain.items():
-            found = read[key]
-            grads = [param.grad for param in params if param.grad is not None] if found is None else found.grads
-            _, device, dtype = key
-            self._parts[Location(device)][dtype].append(grads)
-            if found is not None:
-                self._plain[key] = found
+        for key, groups in plain.items():
+            device, dtype = key
+            found, slices = read[key], _slices(groups)
+            if found is None:
+                self._parts[Location(device)][dtype].append(list(map(_GRAD, chain.from_iterable(groups.values()))))
+                continue
+            self._parts[Location(device)][dtype].append(found.grads)
+            params = [None for _ in slices] if found.params is None else found.params.cut(slices)
+            for group, ours, grads in zip(groups, params, found.grads.cut(slices), strict=True):
+                self._plain[group, device, dtype] = PlainGrads(ours, grads)
 
     def plain_of(self, group: int, device: torch.device, dtype: torch.dtype) -> PlainGrads | None:
         """Return the plain gradients of the param group at an index; None if kernels cannot read each of them."""
@@ -132,35 +128,39 @@ class LocalGrads:
         return found_infs
 
 
-def _by_kind(optimizer: torch.optim.Optimizer) -> tuple[dict[_Key, list[Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Return the parameters that have a plain gradient, and the others that have one, with it."""
-    plain: defaultdict[_Key, list[Tensor]] = defaultdict(list)
+def _by_kind(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[dict[_Key, dict[int, list[Tensor]]], list[tuple[Tensor, Tensor]]]:
+    """Return the parameters with a plain gradient, by the index of their group, and others that have one, with it."""
+    plain: defaultdict[_Key, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     others: list[tuple[Tensor, Tensor]] = []
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             grad = param.grad
             if type(grad) is Tensor and grad.layout is torch.strided:  # the usual case, fast
-                plain[index, grad.device, grad.dtype].append(param)
+                plain[grad.device, grad.dtype][index].append(param)
             elif grad is not None:
                 others.append((param, grad))
     return plain, others
 
 
-def _read(optimizer: torch.optim.Optimizer, key: _Key, params: list[Tensor]) -> PlainGrads | None:
-    """Return the plain gradients of ``params``, if kernels can read each and it fits its parameter. Else None."""
-    grads = reader_of(optimizer, ("grads", *key), are_grads).read(list(map(_GRAD, params)))
-    if grads is None:
+def _slices(groups: Mapping[int, Sequence[Tensor]]) -> list[slice]:
+    """Return where each group's parameters are among those of all."""
+    return [slice(begin, end) for begin, end in pairwise(accumulate(map(len, groups.values()), initial=0))]
+
+
+def _read(optimizer: torch.optim.Optimizer, key: _Key, groups: Mapping[int, list[Tensor]]) -> PlainGrads | None:
+    """Return the plain gradients of some parameters, if kernels can read each and it fits its parameter. Else None."""
+    params = list(chain.from_iterable(groups.values()))
+    grads = reader_of(optimizer, ("grads", *key)).read(list(map(_GRAD, params)))
+    if grads is None or not key[1].is_floating_point:
         return None
-    known = reader_of(optimizer, ("params", *key), _any_forms).read(params)
+    known = reader_of(optimizer, ("params", *key)).read(params)
     try:
         forms = Forms(params) if known is None else known.forms  # a wrapper's gradient may be plain
     except UNREADABLE:
         return None
     return PlainGrads(known, grads) if grads.forms.fit(forms) else None
-
-
-def _any_forms(forms: Forms) -> bool:
-    return True
 
 
 def _require_memory(optimizer: torch.optim.Optimizer) -> None:
@@ -181,9 +181,8 @@ def _require_memory(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _joined(parts: list[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Return one list of several, and with it what has been read of them."""
-    lists = [part for part in parts if isinstance(part, TensorList)]
-    return TensorList.joined(lists) if len(lists) == len(parts) else [grad for part in parts for grad in part]
+    """Return one list of several."""
+    return parts[0] if len(parts) == 1 else list(chain.from_iterable(parts))
 
 
 def found_in(stats: TensorStats) -> Tensor:
@@ -206,15 +205,9 @@ def _located(param: Tensor, grad: Tensor, coalesced: bool) -> tuple[Location, Te
     return Location(grad.device), grad
 
 
-def reader_of(optimizer: torch.optim.Optimizer, key: Hashable, fits: Callable[[Forms], bool]) -> ListReader:
+def reader_of(optimizer: torch.optim.Optimizer, key: Hashable) -> ListReader:
     """Return the reader of a list of tensors of ``optimizer``, the same one in every call.
 
-    Args:
-        optimizer: its tensors.
-        key: of the list among those of the optimizer.
-        fits: see :class:`megascale.kernels.ListReader`; always the same for one key.
+    ``key``: of the list among those of the optimizer.
     """
-    readers = _readers.setdefault(optimizer, {})
-    if key not in readers:
-        readers[key] = ListReader(fits)
-    return readers[key]
+    return _readers.setdefault(optimizer, defaultdict(ListReader))[key]

@@ -20,20 +20,17 @@ from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.protocol import Backend, Operands
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.selection import host_backend, select_backend, why_not
-from megascale.kernels.tensors.checked_memory import (
-    MemoryRecord,
-    memory_fault,
-    sharing,
-    tensor_fault,
-)
-from megascale.kernels.tensors.forms import UNREADABLE, Forms, Places, rows
-from megascale.kernels.tensors.tensor_list import GradReader, ListReader, TensorList, are_grads
+from megascale.kernels.tensors.checked_memory import memory_fault, sharing, tensor_fault
+from megascale.kernels.tensors.forms import LOOKS, Forms
+from megascale.kernels.tensors.list_reader import UNREADABLE, ListReader
+from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 __all__ = [
     "CLIP_EPSILON",
     "LARGEST_SUM_SQUARES",
+    "LOOKS",
     "NUM_STATISTICS",
     "REPLICA_TOLERANCE",
     "UNREADABLE",
@@ -42,14 +39,11 @@ __all__ = [
     "Backend",
     "Decision",
     "Forms",
-    "GradReader",
     "GradWeights",
     "LionHyper",
     "ListReader",
-    "MemoryRecord",
     "NativeBackend",
     "Operands",
-    "Places",
     "ReferenceBackend",
     "ScaleRule",
     "SgdHyper",
@@ -58,12 +52,10 @@ __all__ = [
     "TensorStats",
     "TorchBackend",
     "TorchDecisions",
-    "are_grads",
     "clip_coefficient",
     "host_backend",
     "inverse",
     "memory_fault",
-    "rows",
     "select_backend",
     "sharing",
     "stats_dtype",

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megascale.kernels import GradReader
 from megascale.main_params.main_param import MainParam
-from megascale.utils.dtensors import held, is_dtensor
+from megascale.utils.dtensors import held
 
 SLICE = 1 << 24
 """Elements, about, that are updated in host memory before their weights travel."""
@@ -25,8 +24,6 @@ class UpdateUnit:
             goes through them: a rank holds them so that all ranks have the same state, and count the same steps.
         counted: those of ``elsewhere`` that are trained, and have a gradient in every step therefore.
         is_on_host: whether main params live in host memory: all of them do, or none.
-        has_dtensors: whether a model param is a DTensor.
-        grads: reads ``param.grad`` of all model params.
     """
 
     group: int
@@ -34,16 +31,11 @@ class UpdateUnit:
     elsewhere: list[MainParam] = field(default_factory=list)
     counted: list[MainParam] = field(init=False)
     is_on_host: bool = field(init=False)
-    has_dtensors: bool = field(init=False)
-    grads: GradReader = field(init=False)
     _slots: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        models = [param.model for param in self.params]
         self.counted = [param for param in self.elsewhere if param.model.requires_grad]
         self.is_on_host = any(param.on_host is not None for param in (*self.params, *self.elsewhere))
-        self.has_dtensors = any(map(is_dtensor, models))
-        self.grads = GradReader(list(models))
         self._slots = [param.slot for param in self.params]
 
     def record_version(self) -> None:

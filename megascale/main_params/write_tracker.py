@@ -19,14 +19,14 @@ taken over into its main param. One that has moved is checked first (two params 
 built anew, because their tables hold addresses. Only then are its values taken.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, gt
 from typing import Any
 
 from torch import Tensor
 
-from megascale.kernels import Forms, Places, rows
-from megascale.utils.dtensors import held, is_dtensor
+from megascale.kernels import LOOKS, UNREADABLE, Forms, ListReader
+from megascale.utils.dtensors import all_held, held, is_dtensor
 
 # attrgetters, as map() then runs in C: at every step, over every parameter.
 _VERSION = attrgetter("_version")
@@ -40,30 +40,29 @@ class WriteTracker:
         params: remembered as they are now.
 
     Attributes:
-        requires_grad: by slot, whether a param required grad when :meth:`written` was called last.
+        requires_grad: by slot, whether a param required grad when :meth:`moved` or :meth:`written` was called last.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self._params: list[Tensor] = list(params)
         self._are_dtensors = any(map(is_dtensor, self._params))
-        parts = self._parts()
         self._versions = self._read_versions(self._params)
-        self._rows = rows(parts)
-        self.requires_grad = self._read_flags()
-        self._same: tuple[Forms, Places] | None = None  # all places and forms, where they were those of the rows
+        self._rows = [_row(held(param)) for param in self._params]
+        self.requires_grad = list(map(_REQUIRES_GRAD, self._params))
+        self._reader = ListReader()
+        self._seen: tuple[Forms, bytes] | None = None  # forms and addresses of all, where they were those of the rows
 
     def remember(self, slot: int, other: "WriteTracker", other_slot: int) -> None:
         """Copy what ``other`` remembers of its param at ``other_slot`` to ``slot``."""
         self._versions[slot], self._rows[slot] = other._versions[other_slot], other._rows[other_slot]
-        self._same = None
+        self._seen = None
 
     def take(self, slot: int) -> None:
         """Remember one param as it is now."""
-        param = self._params[slot]
-        [self._versions[slot]] = self._read_versions([param])
-        [row] = rows([held(param)])
+        [self._versions[slot]] = self._read_versions([self._params[slot]])
+        row = _row(held(self._params[slot]))
         if row != self._rows[slot]:
-            self._rows[slot], self._same = row, None
+            self._rows[slot], self._seen = row, None
 
     def take_written(self, slots: list[int]) -> None:
         """Remember the present versions of the params in ``slots``, which were written in place."""
@@ -73,13 +72,35 @@ class WriteTracker:
         for slot, version in zip(slots, self._read_versions([self._params[slot] for slot in slots]), strict=True):
             self._versions[slot] = version
 
-    def moved(self) -> bool:
-        """Whether a param's address, shape, layout, dtype or device has changed."""
-        return rows(self._parts()) != self._rows
+    def moved(self) -> list[int]:
+        """Return the slots of params whose address, shape, layout, dtype or device has changed."""
+        parts = all_held(self._params) if self._are_dtensors else self._params
+        try:
+            addresses = self._reader.addresses(parts).tobytes()
+            seen = self._reader.forms, addresses
+        except UNREADABLE:  # then they are compared one by one
+            seen = None
+        if seen is None or self._are_dtensors:
+            self.requires_grad = list(map(_REQUIRES_GRAD, self._params))
+        else:
+            self.requires_grad = seen[0].requires_grad
+        if seen is not None and seen == self._seen:
+            return []
+        found = [slot for slot, (part, row) in enumerate(zip(parts, self._rows, strict=True)) if _row(part) != row]
+        self._seen = None if found else seen
+        return found
+
+    def written(self) -> list[int]:
+        """Return the slots of params that others have written, or that have moved."""
+        found, versions = self.moved(), self._read_versions(self._params)
+        if versions == self._versions:
+            return found
+        every = enumerate(zip(versions, self._versions, strict=True))
+        return sorted({*found, *(slot for slot, (version, before) in every if version != before)})
 
     def is_written(self, slot: int) -> bool:
         """Return whether others have written the param in ``slot``, or it has moved."""
-        return self.has_new_version(slot) or rows([held(self._params[slot])]) != [self._rows[slot]]
+        return self.has_new_version(slot) or _row(held(self._params[slot])) != self._rows[slot]
 
     def has_new_version(self, slot: int) -> bool:
         """Return whether torch has counted a write by others into the param in ``slot``. Moving it is none.
@@ -94,40 +115,9 @@ class WriteTracker:
         """Whether torch has counted a write by others into any param."""
         return self._read_versions(self._params) != self._versions
 
-    def written(self) -> list[int]:
-        """Return the slots of params that others have written, or that have moved."""
-        parts = self._parts()
-        versions = self._read_versions(self._params)
-        if self._same is not None:
-            forms, places = self._same
-            if forms.places(parts, places.asked) != places:
-                self._same = None
-        if self._are_dtensors or self._same is None:
-            self.requires_grad = self._read_flags()  # of other parts it is known: forms have it
-        if self._same is not None and versions == self._versions:
-            return []
-        now = rows(parts)
-        every = zip(versions, self._versions, now, self._rows, strict=True)
-        found = [slot for slot, (version, known, row, before) in enumerate(every) if version != known or row != before]
-        if now == self._rows and None not in now:
-            self._same = Forms(parts), Places.once_per_storage(parts)
-        return found
-
-    def _read_flags(self) -> list[bool]:
-        return list(map(_REQUIRES_GRAD, self._params))
-
-    def _parts(self) -> list[Tensor]:
-        """Return the local tensor of each."""
-        return list(map(held, self._params)) if self._are_dtensors else self._params
-
-    def _read_versions(self, params: list[Tensor]) -> list[Any]:
-        """Return what changes with every write to a param.
-
-        Torch counts a write to a DTensor, as ``load_state_dict()`` makes, in the DTensor, and a write to its local
-        tensor, as our kernels make, in that.
-        """
-        versions = list(map(_VERSION, params))
-        return list(zip(versions, map(_VERSION, map(held, params)), strict=True)) if self._are_dtensors else versions
+    def _read_versions(self, params: Sequence[Tensor]) -> list[Any]:
+        """Return what changes with every write to a param."""
+        return versions_of(params) if self._are_dtensors else list(map(_VERSION, params))
 
 
 class WriteWatch:
@@ -143,17 +133,30 @@ class WriteWatch:
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params
-        self._versions = self._read()
+        self._versions = versions_of(params.values())
 
     def written(self) -> list[str]:
         """Return the names of params that were written since. Torch has counted the write."""
-        now = self._read()
+        now = versions_of(self._params.values())
         if now == self._versions:
             return []
-        return [
-            name for name, version, before in zip(self._params, now, self._versions, strict=True) if version != before
-        ]
+        every = zip(self._params, now, self._versions, strict=True)
+        return [name for name, version, before in every if version != before]
 
-    def _read(self) -> list[tuple[int, int]]:
-        params = self._params.values()
-        return list(zip(map(_VERSION, params), map(_VERSION, map(held, params)), strict=True))
+
+def versions_of(params: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return what changes with every write to each param.
+
+    Torch counts a write to a DTensor, as ``load_state_dict()`` makes, in the DTensor, and a write to its local tensor,
+    as our kernels make, in that.
+    """
+    params = list(params)
+    return list(zip(map(_VERSION, params), map(_VERSION, all_held(params)), strict=True))
+
+
+def _row(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Return what is equal as long as a tensor's place and its form are the same; None for what has none."""
+    try:
+        return (tensor.data_ptr(), *(look(tensor) for look in LOOKS[:-1]))  # all but requires_grad
+    except UNREADABLE:
+        return None

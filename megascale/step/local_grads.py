@@ -1,9 +1,10 @@
 """Finishes gradient reduction and collects a step's local gradients, from ``param.grad`` and main grads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +13,7 @@ from megascale.errors import ArgumentError, GradientError, MegascaleError, Usage
 from megascale.grad_sync.grad_hook import owner_of, require_unowned
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.usable_grads import gradient_error
-from megascale.kernels import (
-    GradWeights,
-    MemoryRecord,
-    TensorList,
-    stats_dtype,
-    tensor_fault,
-)
+from megascale.kernels import Forms, GradWeights, ListReader, TensorList, stats_dtype, tensor_fault
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
@@ -26,7 +21,7 @@ from megascale.parallel import ParallelGroups
 from megascale.step.grad_stats import Holders
 from megascale.step.update import PendingUpdate
 from megascale.utils.collectives import redistribute_like
-from megascale.utils.dtensors import is_dtensor, to_local
+from megascale.utils.dtensors import all_held, is_dtensor, to_local
 from megascale.utils.identity import are_same
 from megascale.utils.transfer import to_device_async
 
@@ -35,19 +30,36 @@ REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or c
 ReplicaSet = tuple[str, tuple[int, ...], str]
 """What ranks are called that hold the same gradient, which they are, and the parameter's name."""
 
-
-class _MainGrads(NamedTuple):
-    """Cached main grads of a unit, valid as long as ``memory`` holds."""
-
-    grads: TensorList
-    memory: MemoryRecord
+_GRAD = attrgetter("grad")
 
 
-class _Measured(NamedTuple):
-    """The parameters that a step measures, and the weights of the statistics of their gradients."""
+@dataclass
+class _Listed:
+    """The parameters of all units in one list, and what is known of their gradients from the steps before.
 
+    Attributes:
+        units: in the order of the list.
+        slices: of the list, one per unit.
+        params: the main params, whose gradients are measured.
+        models: the parameters.
+        mains: their main grads; None where ``param.grad`` is the gradient.
+        weights: of the statistics of their gradients.
+        likes: forms of what this rank has of the parameters; a gradient has its shape and its device.
+        specs: what says of each parameter that is a DTensor how it is placed; empty where none is.
+        fitting: forms of gradients that were found to fit.
+        reader: of the gradients.
+    """
+
+    units: Sequence[UpdateUnit]
+    slices: list[slice]
     params: list[MainParam]
+    models: list[Any]
+    mains: list[Tensor | None]
     weights: GradWeights
+    likes: Forms
+    specs: list[Any]
+    fitting: Forms | None = None
+    reader: ListReader = field(default_factory=ListReader)
 
 
 @dataclass
@@ -70,10 +82,10 @@ class Collected:
 
 
 class ReadyGrads:
-    """Collects gradients; caches their statistics' weights while the units are the same.
+    """Collects gradients: those of all units are read as one list.
 
     Attributes:
-        weights: those of the newest step; None before the first.
+        weights: of the statistics of the newest step's gradients; None before the first.
     """
 
     def __init__(
@@ -90,10 +102,7 @@ class ReadyGrads:
         self._holders = Holders(groups, sharded=sharded)
         self._device = device
         self.weights: GradWeights | None = None
-        self._units: Sequence[UpdateUnit] = ()
-        self._measured: _Measured | None = None
-        self._kept: WeakKeyDictionary[UpdateUnit, _MainGrads] = WeakKeyDictionary()
-        self._joined = list[TensorList](), TensorList()  # of main grads: those of each unit, and all
+        self._listed: _Listed | None = None
 
     def validate_param(self, param: MainParam) -> None:
         """Raise ArgumentError for a parameter whose gradient goes elsewhere or that ``grad_stats`` cannot agree on."""
@@ -104,27 +113,42 @@ class ReadyGrads:
         except ArgumentError as error:
             raise ArgumentError(f"parameter {param.name!r}: {error}") from None
 
-    def collect(self, param_groups: Sequence[dict[str, Any]], main_params: MainParams) -> Collected:
-        """Return the gradients there are, after :meth:`finish`. Parameters without a gradient take no part."""
-        units, measured = main_params.units(), self._measured
-        if measured is None or units is not self._units:
-            self._units, params = units, [param for unit in units for param in unit.params]
-            measured = self._measured = _Measured(params, self._weigh(params))
-        found, updates = list[TensorList](), list[PendingUpdate]()
-        for unit in units:
-            grads = self._grads_of(unit)
-            if isinstance(grads, MegascaleError):
-                return self.failed(grads)
-            found.append(grads)
-            if grads.num_there or unit.counted:
-                updates.append(PendingUpdate(param_groups[unit.group], unit, grads))
-        self.weights, (lists, joined) = measured.weights, self._joined
-        if not (lists and are_same(lists, found)):
-            joined = TensorList.joined(found)
-            kept = [self._kept[unit].grads for unit in units if unit in self._kept]
-            if are_same(kept, found):  # all are main grads, which live as long as their GradSync
-                self._joined = found, joined
-        return Collected(updates, measured.params if joined.num_there else [], joined, measured.weights, None)
+    def finish(self) -> MegascaleError | None:
+        """Finish GradSync's reductions, also on a failed rank, as others wait for it; return its error."""
+        try:
+            if self._grad_sync is not None:
+                self._grad_sync.finish()
+        except MegascaleError as error:
+            return error
+        return None
+
+    def collect(
+        self, param_groups: Sequence[dict[str, Any]], main_params: MainParams, error: Exception | None
+    ) -> Collected:
+        """Return the gradients there are, after :meth:`finish`. Parameters without a gradient take no part.
+
+        A Partial DTensor gradient is replaced by the reduced one; also on a rank with an ``error``, which cannot step,
+        as others wait for it.
+
+        Raises GradientError for a gradient that no kernel can read, UsageError for one that another GradSync has.
+        """
+        units = main_params.units()
+        if error is not None:
+            for param in chain.from_iterable(unit.params for unit in units):
+                _reduced(param.model, param.model.grad)
+            return self.failed(error)
+        if self._listed is None or units is not self._listed.units:
+            self._listed = self._list(units)
+        listed = self._listed
+        grads = self._read(listed)
+        pairs = zip(units, grads.cut(listed.slices), strict=True)
+        updates = [
+            PendingUpdate(param_groups[unit.group], unit, part)
+            for unit, part in pairs
+            if part.num_there or unit.counted
+        ]
+        self.weights = listed.weights
+        return Collected(updates, listed.params if grads.num_there else [], grads, listed.weights, None)
 
     def grad_of(self, param: MainParam) -> Tensor | None:
         """Return what this rank has of a gradient, as it is: the main grad, or the local part of ``param.grad``."""
@@ -133,93 +157,81 @@ class ReadyGrads:
             grad = param.model.grad
         return None if grad is None else to_local(grad)
 
-    def finish(self, main_params: MainParams) -> MegascaleError | None:
-        """Finish reductions, also on a failed rank, as others wait for it; return the error of an unusable gradient.
-
-        A Partial DTensor gradient is replaced by the reduced one.
-        """
-        error: MegascaleError | None = None
-        if self._grad_sync is not None:
-            try:
-                self._grad_sync.finish()
-            except MegascaleError as caught:
-                error = caught
-        for unit in main_params.units():
-            for param in unit.params if unit.has_dtensors else ():
-                grad, model = param.model.grad, param.model
-                if is_dtensor(grad) and is_dtensor(model) and grad.placements != model.placements:
-                    model.grad = redistribute_like(grad, model)
-        return error
-
     def failed(self, error: Exception) -> Collected:
         """Return an empty collection with ``error``, for a rank whose step cannot be taken."""
         self.weights = self._weigh([])
         return Collected([], [], TensorList(), self.weights, error)
 
-    def _grads_of(self, unit: UpdateUnit) -> TensorList | MegascaleError:
-        """Return the gradients of a unit. An error for one that no kernel can read, or that another GradSync has."""
-        found: TensorList | MegascaleError | None = None
+    def _list(self, units: Sequence[UpdateUnit]) -> _Listed:
+        params = [param for unit in units for param in unit.params]
+        ends = accumulate((len(unit.params) for unit in units), initial=0)
+        models = [param.model for param in params]
+        has_dtensors = any(map(is_dtensor, models))
+        return _Listed(
+            units=units,
+            slices=[slice(begin, end) for begin, end in pairwise(ends)],
+            params=params,
+            models=models,
+            mains=list(map(self._main_grad, params)),
+            weights=self._weigh(params),
+            likes=Forms([param.part for param in params]),
+            specs=[model._spec if is_dtensor(model) else None for model in models] if has_dtensors else [],
+        )
+
+    def _read(self, listed: _Listed) -> TensorList:
+        """Return the gradients of all parameters."""
+        grads: list[Any] = list(map(_GRAD, listed.models))
+        fit = not listed.specs or _place(listed.models, grads, listed.specs)
         if self._grad_sync is not None:
-            found = self._synced(unit)
-        if found is None and not unit.has_dtensors and not (unit in self._kept and self._kept[unit].grads.num_there):
-            found = unit.grads.read()  # all param.grad at once, if kernels can read all there are
-        if found is None:
-            found = self._one_by_one(unit)
-        if not isinstance(found, MegascaleError):
-            for index in found.missing:
-                if self._is_taken_elsewhere(param := unit.params[index]):
-                    return UsageError(f"the gradient of {param.name!r} was taken by a GradSync in backward; {REMEDY}")
+            grads = [grad if main is None else main for grad, main in zip(grads, listed.mains, strict=True)]
+        parts = filled = all_held(grads)
+        if type(None) in set(map(type, parts)):  # the parameter stands in: a gradient usually has its form
+            pairs = zip(parts, listed.params, strict=True)
+            filled = [param.part if part is None else part for part, param in pairs]
+        found = listed.reader.read(parts, filled)
+        if found is None or not (fit and _fit(listed, found.forms)):
+            found = self._one_by_one(listed)
+        elif self._grad_sync is not None:
+            for index in listed.reader.moved:
+                self._require_in_place(listed, index)
+        for index in found.missing:
+            if self._is_taken_elsewhere(param := listed.params[index]):
+                raise UsageError(f"the gradient of {param.name!r} was taken by a GradSync in backward; {REMEDY}")
         return found
 
-    def _synced(self, unit: UpdateUnit) -> TensorList | MegascaleError | None:
-        """Return the main grads of a unit, which are cached. None if a parameter has a gradient beside them."""
-        kept = self._kept.get(unit)
-        if kept is None or not kept.memory.holds():
-            grads = list(map(self._main_grad, unit.params))
-            for param, grad in zip(unit.params, grads, strict=True):
-                if grad is not None and not self._is_in_place(param, grad):
-                    return _misplaced(param.name)
-            memory = MemoryRecord([grad for grad in grads if grad is not None])
-            kept = self._kept[unit] = _MainGrads(self._listed(unit, grads), memory)
-        if any(unit.params[index].model.grad is not None for index in kept.grads.missing):
-            return None
-        return kept.grads
+    def _one_by_one(self, listed: _Listed) -> TensorList:
+        """Return gradients that cannot be read as one list."""
+        grads: list[Tensor | None] = []
+        for index, (param, main) in enumerate(zip(listed.params, listed.mains, strict=True)):
+            self._require_in_place(listed, index)
+            grad = param.model.grad
+            if main is None and grad is not None:
+                error = gradient_error(param.name, grad, param.model)
+                if error is not None:
+                    raise error
+                main = to_local(grad)
+            grads.append(main)
+        pairs = zip(grads, listed.params, strict=True)
+        return TensorList(grads, filled=[param.part if grad is None else grad for grad, param in pairs])
 
-    def _listed(self, unit: UpdateUnit, grads: list[Tensor | None]) -> TensorList:
-        """Return the local gradients of a unit. A missing one has the form of its main grad, or else of its weight."""
-        filled: list[Tensor] = []
-        for param, grad in zip(unit.params, grads, strict=True):
-            if grad is None and self._grad_sync is not None:
-                grad = self._grad_sync.local_grad(param.model)
-            filled.append(param.part.detach() if grad is None else grad)
-        return TensorList(grads, filled=filled)
-
-    def _is_in_place(self, param: MainParam, grad: Tensor) -> bool:
-        """Whether a main grad still lies in its bucket, as it was created."""
+    def _require_in_place(self, listed: _Listed, index: int) -> None:
+        """Raise GradientError if the main grad at ``index``, where there is one, no longer lies in its bucket."""
+        grad, param = listed.mains[index], listed.params[index]
+        if grad is None or self._grad_sync is None:
+            return
         fits = grad.shape == to_local(param.main).shape and grad.dtype.is_floating_point
-        in_bucket = self._grad_sync is None or self._grad_sync.reduces(grad)
-        return fits and in_bucket and tensor_fault(grad) is None
+        if not (fits and self._grad_sync.reduces(grad) and tensor_fault(grad) is None):
+            self._listed = None  # so that the next step looks at all of them again
+            raise GradientError(
+                f"the main grad of {param.name!r} was given other memory or another shape, where no reduction reaches "
+                "it; write into the tensor in place"
+            )
 
     def _main_grad(self, param: MainParam) -> Tensor | None:
         """Return the main grad. A parameter that was frozen since takes no part."""
         if self._grad_sync is None or not param.model.requires_grad:
             return None
         return self._grad_sync.local_grad(param.model)
-
-    def _one_by_one(self, unit: UpdateUnit) -> TensorList | MegascaleError:
-        """Return the gradients, or main grads, of a unit. An error for one that no kernel can read."""
-        grads: list[Tensor | None] = []
-        for param in unit.params:
-            grad, model = self._main_grad(param), param.model
-            if grad is not None and not self._is_in_place(param, grad):
-                return _misplaced(param.name)
-            if grad is None and model.grad is not None:
-                error = gradient_error(param.name, model.grad, model)
-                if error is not None:
-                    return error
-                grad = to_local(model.grad)
-            grads.append(grad)
-        return self._listed(unit, grads)
 
     def _is_taken_elsewhere(self, param: MainParam) -> bool:
         """Return whether a live GradSync, not the one that was given, takes the gradients of ``param``."""
@@ -258,8 +270,33 @@ class ReadyGrads:
         return to_device_async(torch.tensor(values, dtype=stats_dtype(self._device), device="cpu"), self._device)
 
 
-def _misplaced(name: str) -> GradientError:
-    return GradientError(
-        f"the main grad of {name!r} was given other memory or another shape, where no reduction reaches it; write into "
-        "the tensor in place"
-    )
+def _fit(listed: _Listed, forms: Forms) -> bool:
+    """Whether gradients of these forms have the shapes and devices of their parameters, and are floating point."""
+    if forms is not listed.fitting:
+        if not (forms.fit(listed.likes) and all(dtype.is_floating_point for dtype in forms.kinds)):
+            return False
+        listed.fitting = forms
+    return True
+
+
+def _place(models: list[Any], grads: list[Any], specs: list[Any]) -> bool:
+    """Reduce Partial gradients in ``grads``. Return whether all that are DTensors have the shapes of their parameters.
+
+    ``specs``: what says of each parameter that is a DTensor how it is placed; FSDP2's gradients have the same object.
+    """
+    fit = True
+    now = [getattr(grad, "_spec", spec) for grad, spec in zip(grads, specs, strict=True)]
+    for index, (spec, wanted) in enumerate([] if are_same(now, specs) else zip(now, specs, strict=True)):
+        if spec is wanted:
+            continue
+        if wanted is not None and spec.placements != wanted.placements:
+            grads[index] = _reduced(models[index], grads[index])
+        fit = fit and wanted is not None and spec.shape == wanted.shape
+    return fit
+
+
+def _reduced(model: Tensor, grad: Tensor | None) -> Tensor | None:
+    """Return a gradient; a DTensor with the placements of its parameter, as which it is put there."""
+    if is_dtensor(grad) and is_dtensor(model) and grad.placements != model.placements:
+        model.grad = grad = redistribute_like(grad, model)
+    return grad

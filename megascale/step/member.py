@@ -214,18 +214,17 @@ class StepMember:
             self.main_params.require_no_early_write()
             self.sync_from_model()
             self.update.take_in_state()
-        except Exception as error:  # whatever it is: other ranks wait
-            found = error
-        found = self.grads.finish(self.main_params) or found
-        if found is not None:
-            return self.grads.failed(found)
-        try:
             if not self.counter.steps:  # an option that a state dict cannot hold fails now, not at the first save
                 for index, group in enumerate(self.optimizer.param_groups):
                     options = {name: value for name, value in group.items() if name not in NO_OPTIONS}
                     portable(options, f"param_groups[{index}]", copy=False)
-            collected = self.grads.collect(self.optimizer.param_groups, self.main_params)
-            collected.updates = self.update.prepare(collected.updates)
+        except Exception as error:  # whatever it is: other ranks wait
+            found = error
+        found = self.grads.finish() or found
+        try:
+            collected = self.grads.collect(self.optimizer.param_groups, self.main_params, found)
+            if collected.error is None:
+                collected.updates = self.update.prepare(collected.updates)
             return collected
         except Exception as error:  # likewise
             return self.grads.failed(error)

@@ -29,19 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.tensors.forms import Forms, Places, has_zero_strides
-
-
-class MemoryRecord:
-    """Tensors, and the memory that they have at construction."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tuple(tensors)
-        self._forms, self._places = Forms(self._tensors), Places.once_per_storage(self._tensors)
-
-    def holds(self) -> bool:
-        """Whether each tensor still has the same address and form. False also if that can no longer be read."""
-        return self._forms.places(self._tensors, self._places.asked) == self._places
+from megascale.kernels.tensors.forms import has_zero_strides, reach
 
 
 def memory_fault(tensor: Tensor) -> str | None:
@@ -52,8 +40,7 @@ def memory_fault(tensor: Tensor) -> str | None:
         return "is on the meta device"
     if not tensor.numel():
         return None
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    needed = (tensor.storage_offset() + reach) * tensor.element_size()
+    needed = (tensor.storage_offset() + reach(tensor.shape, tensor.stride())) * tensor.element_size()
     storage = tensor.untyped_storage()
     try:
         address = storage.data_ptr()
@@ -100,7 +87,8 @@ def sharing(tensors: Sequence[Tensor]) -> list[int]:
         for other, _ in reaching:
             if np.shares_memory(_bytes_of(tensors[other]), _bytes_of(tensors[index])):
                 found.append(sorted((other, index)))
-        reaching.append((index, begin + _extent(tensors[index])))
+        extent = reach(tensors[index].shape, tensors[index].stride()) * tensors[index].element_size()
+        reaching.append((index, begin + extent))
     return min(found, key=lambda pair: pair[::-1], default=[])
 
 
@@ -117,9 +105,3 @@ class _Bytes:
 def _bytes_of(tensor: Tensor) -> NDArray[Any]:
     """Return an array of the same bytes, which nobody may read: it may be on a device."""
     return np.asarray(_Bytes(tensor))
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the bytes from a tensor's first element to its last. It is not empty."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (steps + 1) * tensor.element_size()

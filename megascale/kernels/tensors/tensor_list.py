@@ -1,20 +1,16 @@
 """Lists of tensors that cache addresses and forms: reading these dominates the cost of many small tensors."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.tensors.forms import PLAIN_TYPES, UNREADABLE, Forms, Places, picked
+from megascale.kernels.tensors.forms import Forms, picked
 
 T = TypeVar("T")
-
-_GRAD = attrgetter("grad")
 
 
 class TensorList(Sequence[Any]):
@@ -32,7 +28,7 @@ class TensorList(Sequence[Any]):
     Attributes:
         missing: indices of missing tensors.
         num_there: how many are not missing.
-        parts: the lists that this one joins, in order.
+        parts: the lists that this one was cut into, in order.
         on_device: the addresses, where a kernel reads them.
     """
 
@@ -46,7 +42,9 @@ class TensorList(Sequence[Any]):
         filled: list[Tensor] | None = None,
     ) -> None:
         self.tensors: list[Any] = tensors if isinstance(tensors, list) else list(tensors)
-        self.missing = [index for index, tensor in enumerate(self.tensors) if tensor is None]
+        self.missing: list[int] = []
+        if filled is not self.tensors:
+            self.missing = [index for index, tensor in enumerate(self.tensors) if tensor is None]
         self.num_there = len(self.tensors) - len(self.missing)
         self.parts: Sequence[TensorList] = ()
         if filled is not None:
@@ -64,24 +62,23 @@ class TensorList(Sequence[Any]):
         pairs = zip(tensors, likes, strict=True) if likes else ()
         return cls(tensors, filled=[like if one is None else one for one, like in pairs] if likes else None)
 
-    @classmethod
-    def joined(cls, parts: "Sequence[TensorList]") -> "TensorList":
-        """Return one list of several. Its parts share what it reads."""
-        if len(parts) == 1:
-            return parts[0]
-        whole = cls(chain.from_iterable(parts), filled=[one for part in parts for one in part.filled])
-        if parts:
-            whole.forms = Forms.joined([part.forms for part in parts])
-            whole.pointers = np.concatenate([part.pointers for part in parts])
-            whole.parts = parts
-        return whole
+    def cut(self, slices: Sequence[slice]) -> "list[TensorList]":
+        """Return these parts of the list, in which every tensor is in one. What it has read is not read again."""
+        if len(slices) == 1:
+            return [self]
+        parts = []
+        for part, forms in zip(slices, self.forms.cut(slices), strict=True):
+            tensors = self.tensors[part]
+            filled = self.filled[part] if self.missing else tensors
+            parts.append(TensorList(tensors, forms, self.pointers[part], filled))
+        self.parts = parts
+        return parts
 
     def pick(self, indices: Sequence[int]) -> "TensorList":
         """Return the tensors at ``indices``. What this list has read of them is not read again."""
-        filled = picked(self.filled, indices)
-        contiguous = self.forms.contiguous or all(map(Tensor.is_contiguous, filled))
-        forms = self.forms.pick(indices, contiguous=contiguous)
-        return TensorList(picked(self.tensors, indices), forms, self.pointers[list(indices)], filled)
+        tensors = picked(self.tensors, indices)
+        filled = picked(self.filled, indices) if self.missing else tensors
+        return TensorList(tensors, self.forms.pick(indices), self.pointers[list(indices)], filled)
 
     @cached_property
     def there(self) -> list[int]:
@@ -138,82 +135,3 @@ class TensorList(Sequence[Any]):
     def signature(self) -> Hashable:
         """A key of the tensors' addresses and forms."""
         return self.places, self.forms.key
-
-
-class ListReader:
-    """Reads a list of tensors in every step. Their forms, which are usually those of the step before, are kept.
-
-    The tensors may be others in every step. None is kept alive.
-
-    Args:
-        fits: tells from the forms of plain tensors whether they are such as kernels are to read here.
-    """
-
-    def __init__(self, fits: Callable[[Forms], bool]) -> None:
-        self._fits = fits
-        self._forms: Forms | None = None
-        self._places: Places | None = None  # of the newest tensors of these forms
-
-    def read(self, tensors: list[Any], some: list[Any] | None = None) -> TensorList | None:
-        """Return ``tensors`` if kernels can read all of them, and if they fit. Else None.
-
-        Each is a plain tensor then, as :mod:`megascale.kernels.tensors.checked_memory` says.
-
-        ``some``: the list to return, in which some are missing: the others of ``tensors`` stand in for these.
-        """
-        forms, before = self._forms, self._places
-        places = None if forms is None else forms.places(tensors)
-        if forms is None or places is None:
-            if not PLAIN_TYPES.issuperset(map(type, tensors)):  # a wrapper may answer in its own code
-                return None
-            self._forms = self._places = before = None
-            found = self._usable(tensors)
-            if found is None:
-                return None
-            forms, places = found
-        self._forms, self._places = forms, places
-        # Tensors that lie elsewhere, but at the same places of storages of the same sizes, fit in these.
-        are_alike = before is not None and before[1:] == places[1:] and all(places.pointers)
-        if not (are_alike or forms.are_within(places)):
-            self._places = None
-            return None
-        pointers = np.array(places.pointers, dtype=np.int64)
-        return TensorList(tensors if some is None else some, forms, pointers, filled=tensors)
-
-    def _usable(self, tensors: list[Any]) -> tuple[Forms, Places] | None:
-        """Return the forms and places of plain tensors that kernels can read, as far as forms tell."""
-        try:
-            forms = Forms(tensors)
-            return (forms, Places.of(tensors)) if forms.are_plain and self._fits(forms) else None
-        except UNREADABLE:  # no memory that an address tells
-            return None
-
-
-class GradReader:
-    """Reads the gradients of some parameters in every step.
-
-    Args:
-        params: their shapes and devices stay what they are.
-    """
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self._params = params
-        self._reader = ListReader(partial(_are_grads_of, params))
-
-    def read(self) -> TensorList | None:
-        """Return the gradients, if each that is there has its parameter's shape and device, and kernels can read it.
-
-        Else None. A parameter stands in for its gradient where that is missing.
-        """
-        grads: list[Any] = list(map(_GRAD, self._params))
-        pairs = zip(grads, self._params, strict=True)
-        return self._reader.read([param.detach() if grad is None else grad for grad, param in pairs], grads)
-
-
-def are_grads(forms: Forms) -> bool:
-    """Return whether plain tensors of these forms can be gradients."""
-    return all(dtype.is_floating_point for dtype in forms.kinds)
-
-
-def _are_grads_of(params: list[Tensor], forms: Forms) -> bool:
-    return are_grads(forms) and forms.fit(Forms(params))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megascale.amp import GradScaler, fused_adam, local_grads, optimizer_step
-from megascale.kernels import Forms, Places, TorchBackend, select_backend
-from megascale.kernels.tensors import forms as forms_module
+from megascale.kernels import ListReader, TorchBackend, select_backend
+from megascale.kernels.tensors import list_reader
 from tests.training import bits_equal
 
 HAS_KERNELS = not isinstance(select_backend(), TorchBackend)
@@ -247,27 +247,6 @@ def test_what_changes_between_calls_is_followed(change: str, call: str, monkeypa
         assert kept.on_kernels == WARM + (0 if kept.error else 2 - BY_TORCH.get(change, 0))
 
 
-class _Readings:
-    """Counts lists of tensors whose forms are read, whose forms are compared, and whose places are read."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.counts = [0, 0, 0]
-        for index, (owner, name) in enumerate(((forms_module, "_read"), (Forms, "places"), (Places, "add"))):
-            monkeypatch.setattr(owner, name, self._counting(index, getattr(owner, name)))
-
-    def _counting(self, index: int, look: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*given: Any) -> Any:
-            self.counts[index] += 1
-            return look(*given)
-
-        return counted
-
-    def take(self) -> tuple[int, ...]:
-        """Return what was counted since the last call."""
-        taken, self.counts = tuple(self.counts), [0, 0, 0]
-        return taken
-
-
 @pytest.mark.skipif(not HAS_KERNELS, reason="no kernels here but torch's")
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("num_tensors", [6, 60])
@@ -275,26 +254,36 @@ class _Readings:
 def test_each_list_is_read_once_in_a_call(
     call: str, num_tensors: int, num_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a group's tensors: gradients and parameters, and where amp updates them two moments and the step counts.
+    """Gradients and parameters, and where amp updates them, of each group two moments and the step counts.
 
-    In later calls no form is read, where torch can tell in one call that all are the same.
+    In later calls no form is compared, where torch can tell in one call that all are the same.
     """
     params = [nn.Parameter(torch.ones(3)) for _ in range(num_tensors)]
     groups = [{"params": params[index::num_groups]} for index in range(num_groups)]
     optimizer, scaler = torch.optim.AdamW(groups, fused=True), GradScaler("cpu", 4.0)
-    lists = num_groups * (5 if call in ("optimizer_step", NO_SCALER) else 2)
-    readings = _Readings(monkeypatch)
-    found = []
+    lists = 2 + (3 * num_groups if call in ("optimizer_step", NO_SCALER) else 0)
+    counts, found = dict.fromkeys(("_read_forms", "_has_forms", "addresses"), 0), []
+
+    def counting(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any) -> Any:
+            counts[name] += 1
+            return read(*given)
+
+        return counted
+
+    for name in counts:
+        monkeypatch.setattr(ListReader, name, counting(name, getattr(ListReader, name)))
     for _ in range(4):
+        counts.update(dict.fromkeys(counts, 0))
         for param in params:
             param.grad = torch.ones(3)
         if call == NO_SCALER:
             optimizer_step(torch.zeros((), requires_grad=True), optimizer, None, 0.5, zero_grad=False)
         else:
             CALLS[call](optimizer, scaler)
-        found.append(readings.take())
-    later = (0 if forms_module.TensorGuards else lists, lists, lists)
-    assert found == [(lists, 0, lists), (lists, lists, lists), later, later]
+        found.append(tuple(counts.values()))
+    later = (0, 0 if list_reader.TensorGuards else lists, lists)
+    assert found == [(lists, lists, lists), later, later, later]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megascale.kernels.tensors import forms
+from megascale.kernels.tensors import list_reader
 from tests.unit.kernels.memory_cases import BACKENDS
 
 
@@ -11,7 +11,7 @@ from tests.unit.kernels.memory_cases import BACKENDS
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forms compared by torch's guards, and, as in a torch that has none, part by part."""
     if request.param == "columns":
-        monkeypatch.setattr(forms, "TensorGuards", None)
+        monkeypatch.setattr(list_reader, "TensorGuards", None)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -2,14 +2,15 @@
 
 import copy
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale.kernels import Forms, GradReader, ListReader, MemoryRecord, Places, TensorList
-from megascale.kernels.tensors import forms as forms_module
+from megascale.kernels import UNREADABLE, ListReader, TensorList
+from megascale.kernels.tensors import list_reader
 
 TENSORS = [
     torch.zeros(3),
@@ -37,30 +38,18 @@ def _facts(tensors: TensorList) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("cut", [[4], [0, 4], [1, 3], [2, 0, 2], [1, 1, 1, 1]])
-@pytest.mark.parametrize("last", [torch.zeros(4, 2), torch.zeros(2, 4).t(), torch.zeros(5, device="meta")])
-def test_joined_tells_what_one_list_would(cut: list[int], last: Tensor) -> None:
-    """However a list is cut, the joined parts tell of addresses, lengths, dtypes, devices and layout as the whole."""
+@pytest.mark.parametrize("last", [torch.zeros(4, 2), torch.zeros(2, 4).t(), torch.zeros(5, device="meta"), None])
+def test_parts_tell_what_lists_of_their_own_would(cut: list[int], last: Tensor | None) -> None:
+    """However a list is cut, the parts tell of addresses, lengths, dtypes, devices and layout; of missing ones, too."""
     tensors = [*TENSORS[:3], last]
-    parts, start = [], 0
-    for length in cut:
-        parts.append(TensorList(tensors[start : start + length]))
-        start += length
-    joined = TensorList.joined(parts)
-    assert len(joined) == 4
-    assert all(a is b for a, b in zip(joined, tensors, strict=True))
-    assert _facts(joined) == (
-        [t.data_ptr() for t in tensors],
-        [t.numel() for t in tensors],
-        [CODES[t.dtype] for t in tensors],
-        {t.dtype for t in tensors},
-        {t.device for t in tensors},
-        all(t.is_contiguous() for t in tensors),
-    )
-
-
-def _record() -> tuple[list[Tensor], MemoryRecord]:
-    tensors = [torch.zeros(4, 6) for _ in range(70)] + [torch.zeros(6, 4).t() for _ in range(70)]
-    return tensors, MemoryRecord(tensors)
+    slices = [slice(end - length, end) for length, end in zip(cut, accumulate(cut), strict=True)]
+    filled = [TENSORS[0] if tensor is None else tensor for tensor in tensors]
+    parts = TensorList(tensors, filled=filled).cut(slices)
+    for part, where in zip(parts, slices, strict=True):
+        expected = TensorList(tensors[where], filled=filled[where])
+        assert list(part) == tensors[where]
+        assert part.addresses.tolist() == expected.addresses.tolist()
+        assert _facts(part) == _facts(expected)
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
@@ -78,101 +67,57 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("place", [0, 69, 139])
 @pytest.mark.parametrize("change", CHANGES)
-def test_record_tells_of_every_change(change: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_tells_of_every_change(change: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor of many, in any block of the walk, contiguous or not; a write into the memory is no change."""
-    monkeypatch.setattr(forms_module, "BLOCK", 34)
-    tensors, record = _record()
-    tensors[place].add_(1)
-    assert record.holds()
+    monkeypatch.setattr(list_reader, "BLOCK", 34)
+    tensors = [torch.zeros(4, 6) for _ in range(70)] + [torch.zeros(6, 4).t() for _ in range(70)]
+    reader = ListReader()
+    for _ in range(3):
+        assert reader.read(tensors) is not None
+        tensors[place].add_(1)
+    forms = reader.forms
+    assert not len(reader.moved)
     CHANGES[change](tensors[place])
-    assert not record.holds()
-
-
-def _slab() -> tuple[list[Tensor], MemoryRecord]:
-    """Return nine tensors, among them six of one storage, of which the second comes first, and their record."""
-    memory = torch.zeros(6, 4, 6)
-    tensors = [torch.zeros(4, 6), *(memory[index].data for index in (1, 0, 2, 3, 4, 5)), torch.zeros(4, 6), memory[0]]
-    return tensors, MemoryRecord(tensors)
-
-
-@pytest.mark.parametrize("place", [0, 1, 6, 8])
-@pytest.mark.parametrize("change", CHANGES)
-def test_record_tells_of_a_change_to_one_of_a_storage(change: str, place: int) -> None:
-    """Whether it is the one that was asked for the size of its storage, another one, or a second view of one."""
-    tensors, record = _slab()
-    tensors[place].add_(1)
-    assert record.holds()
-    CHANGES[change](tensors[place])
-    assert not record.holds()
-
-
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_record_tells_of_a_shared_storage_that_was_cut_short(first: int) -> None:
-    """At its address, whichever of its tensors were given memory of their own meanwhile: the others are found."""
-    memory = torch.zeros(3, 4096)
-    tensors = [row.data for row in memory]
-    record, address, storage = MemoryRecord(tensors), memory.data_ptr(), memory.untyped_storage()
-    del memory
-    for _ in range(100):
-        storage.resize_(0)
-        storage.resize_(32768)
-        if storage.data_ptr() == address:
-            break
-    assert not record.holds()
-    tensors[first].data = torch.zeros(4096)
-    assert not record.holds()
-
-
-def test_record_asks_each_storage_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of six tensors in one storage and two in others three are asked, while all tell their addresses."""
-    tensors, record = _slab()
-    asked: list[int] = []
-    told: list[int] = []
-
-    def noted(ids: list[int], read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def noting(tensor: Tensor) -> Any:
-            ids.append(id(tensor))
-            return read(tensor)
-
-        return noting
-
-    monkeypatch.setattr(forms_module, "_STORAGE", noted(asked, Tensor.untyped_storage))
-    monkeypatch.setattr(Tensor, "data_ptr", noted(told, Tensor.data_ptr))
-    assert record.holds()
-    assert asked == [id(tensors[index]) for index in (0, 1, 7)]
-    assert told == list(map(id, tensors))
+    assert reader.read(tensors) is None or len(reader.moved)
+    assert (reader.forms is forms) == (change in ("moved", "replaced", "freed", "cut_short"))
 
 
 def test_forms_hold_for_other_tensors_of_the_same_forms() -> None:
     """Wherever these lie; not for fewer or more of them, and not for what is no tensor."""
-    tensors = [torch.zeros(2, 3), torch.zeros(3, 2).t(), nn.Parameter(torch.zeros(2).half())]
-    forms = Forms(tensors)
-    for _ in range(2):
-        others = [tensor.detach().clone() if index < 2 else tensor for index, tensor in enumerate(tensors)]
-        assert forms.places(others) == Places.of(others)
-        assert forms.places(tensors[:2]) is None
-        assert forms.places([*tensors, torch.zeros(1)]) is None
-        assert forms.places([None, *tensors[1:]]) is None
-        assert forms.places([tensors[0].to_sparse(), *tensors[1:]]) is None
-        assert forms.places([tensors[0].bfloat16(), *tensors[1:]]) is None
-        assert forms.places([*tensors[:2], tensors[2].detach()]) is None
-    assert copy.deepcopy(forms).places(tensors) is not None
+    tensors: list[Any] = [torch.zeros(2, 3), torch.zeros(3, 2).t(), nn.Parameter(torch.zeros(2).half())]
+    odd = [
+        tensors[:2],
+        [*tensors, torch.zeros(1)],
+        [],
+        [tensors[0].bfloat16(), *tensors[1:]],
+        [*tensors[:2], tensors[2].detach()],
+    ]
+    for index, others in enumerate(([tensors[0].clone(), tensors[1].clone(), tensors[2]], *odd)):
+        reader = ListReader()
+        reader.read(tensors)
+        forms = reader.forms
+        for _ in range(2):
+            assert reader.addresses(others).tolist() == [one.data_ptr() for one in others]
+        assert (reader.forms is forms) == (index == 0)
+    for other in (None, tensors[0].to_sparse()):
+        with pytest.raises(UNREADABLE):
+            reader.addresses([other, *tensors[1:]])
+    assert copy.deepcopy(reader).read(tensors) is not None
 
 
 def test_forms_that_held_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second time on one call tells that forms hold: no part of any tensor is read."""
-    tensors = [torch.zeros(2, 3), torch.zeros(3)]
-    forms, times_read = Forms(tensors), [0]
-    read = forms_module._read
+    """From the third time on one call tells that forms hold: no part of any tensor is compared."""
+    tensors, reader, times = [torch.zeros(2, 3), torch.zeros(3)], ListReader(), [0]
+    compare = ListReader._has_forms
 
-    def counted(given: Any) -> Any:
-        times_read[0] += 1
-        return read(given)
+    def counted(*given: Any) -> bool:
+        times[0] += 1
+        return compare(*given)
 
-    monkeypatch.setattr(forms_module, "_read", counted)
-    assert [forms.places(tensors) for _ in range(5)] == [Places.of(tensors)] * 5
-    assert times_read == [1 if forms_module.TensorGuards else 5]
-    assert Forms([]).places([]) == Places([], [], [])
+    monkeypatch.setattr(ListReader, "_has_forms", counted)
+    for _ in range(5):
+        reader.read(tensors)
+    assert times == [1 if list_reader.TensorGuards else 5]
 
 
 def _cut_short(tensor: Tensor, nbytes: int) -> Tensor:
@@ -203,7 +148,7 @@ ODD: dict[str, Tensor] = {
 
 
 def _reads(tensors: list[Tensor]) -> bool:
-    return ListReader(lambda forms: True).read(tensors) is not None
+    return ListReader().read(tensors) is not None
 
 
 @pytest.mark.parametrize("odd", ODD)
@@ -216,19 +161,14 @@ def test_what_kernels_cannot_read_is_not_plain(odd: str) -> None:
         assert not _reads(tensors)
 
 
-def test_a_missing_gradient_has_the_form_of_its_parameter() -> None:
+def test_a_missing_tensor_has_the_form_of_another() -> None:
     """Tables that are made of the forms serve whichever are missing; its address is 0, an empty one's is 1."""
-    params = [nn.Parameter(torch.zeros(shape)) for shape in ((4, 2), (0,), (3,))]
-    reader, keys = GradReader(list(params)), []
+    likes, reader, keys = [torch.zeros(shape) for shape in ((4, 2), (0,), (3,))], ListReader(), []
     for missing in (0, 1, 2, None):
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        if missing is not None:
-            params[missing].grad = None
-        grads = reader.read()
+        given = [None if index == missing else like.clone() for index, like in enumerate(likes)]
+        grads = reader.read(given, [like if one is None else one for one, like in zip(given, likes, strict=True)])
         assert grads is not None
-        given = [param.grad for param in params]
-        assert all(one is grad for one, grad in zip(grads, given, strict=True))
+        assert list(grads) == given
         assert grads.addresses.tolist() == [0 if grad is None else grad.data_ptr() or 1 for grad in given]
         assert grads.missing == ([] if missing is None else [missing])
         keys.append(grads.forms.key)

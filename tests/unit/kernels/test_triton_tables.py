@@ -87,8 +87,9 @@ def test_parts_of_a_list_have_addresses_once_it_is_measured(
 ) -> None:
     """Units are updated one after the other, by the addresses that the statistics of all have read."""
     backend, units = TritonBackend(), [operands_of(ROWS[1:3]), operands_of(ROWS[:2])]
-    parts = [TensorList(unit.grad) for unit in units]
-    backend.measure(TensorList.joined(parts), True)
+    whole = TensorList([*units[0].grad, *units[1].grad])
+    parts = whole.cut([slice(0, 2), slice(2, 4)])
+    backend.measure(whole, True)
     before = len(copies)
     for unit, grads in zip(units, parts, strict=True):
         unit.grad = grads
