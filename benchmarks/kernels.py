@@ -6,6 +6,9 @@ First table: every rule of update and way of holding state, the device's own tim
 update's, by torch's profiler, as bytes per second and as a share of a copy's in the same run. The last
 row is torch's fused AdamW, which moves as many bytes, and neither checks, clips nor rounds into 16-bit parameters.
 
+``--registers 80,96,104,128`` compiles the update of 8-bit moments once per limit, and adds its rows with what the
+compiler made of it.
+
 Second table: one step of AdamW on fp16 parameters, by the number of tensors. *device*: replays of a graph of the step,
 one after the other. *replay* and *eager*: a step alone, from an idle device until it is idle again. *host*: until the
 call of an eager step returns. Between steps of training the device is busy, so that the host's time hides behind it.
@@ -30,6 +33,7 @@ from peers.work import Work, given_work
 from torch._C._autograd import DeviceType
 
 from megascale import StepGraph
+from megascale.kernels.triton import backend, launch
 
 CODES = (torch.int8, torch.uint8)
 KINDS = [  # rule, dtype of parameters, dtypes of moments, remainders in place of main params
@@ -75,6 +79,21 @@ def cells(name: str, what: str, moved: int, numel: int, times: list[float], copy
     speed = moved * numel / median / 1e3
     taken = " | ".join(f"{each / 1e3:.3f}" for each in (median, min(times), max(times)))
     return f"| {name} | {what} | {moved} | {taken} | {speed:.0f} | {speed / copy:.2f} |"
+
+
+def rows_of_registers(given: argparse.Namespace, tensors: int, device: torch.device, copy: float) -> list[str]:
+    """Return the update's rows of 8-bit moments by the limit of registers, with those that it has, and its spills."""
+    rows, usual = [], backend.CODES_OPTIONS
+    for limit in map(int, given.registers.split(",")):
+        backend.CODES_OPTIONS = {**usual, "maxnreg": limit}
+        for kind in (kind for kind in KINDS if kind[2] == CODES):
+            launch._COMPILED.clear()
+            _, update = rows_of_kernels(given_work(given.numel, tensors, kind[1], device), kind, copy)
+            codes = [code for code, _ in launch._COMPILED.values() if code.name == KERNELS[ADAMW]]
+            made = ", ".join(f"{code.n_regs} registers, {code.n_spills} spills" for code in codes)
+            rows.append(update.replace("update and write back", f"at most {limit}: {made}"))
+    backend.CODES_OPTIONS = usual
+    return rows
 
 
 def rows_of_kernels(work: Work, kind: Kind, copy: float) -> list[str]:
@@ -148,6 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=300_000_000)
     parser.add_argument("--tensors", default="1,300,2000")
+    parser.add_argument("--registers", default="", help="limits to compile the update of 8-bit moments with")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     print_backend()
@@ -174,6 +194,7 @@ def main() -> int:
     for kind in KINDS:
         lines += rows_of_kernels(given_work(given.numel, tensors, kind[1], device), kind, copy)
         torch.cuda.empty_cache()
+    lines += rows_of_registers(given, tensors, device, copy) if given.registers else []
     lines += [
         row_of_torch(given.numel, tensors, copy),
         "",

@@ -10,6 +10,9 @@ the bits of the first row's. The last row's fraction is what the overlap has hid
 
 Second table: the parts of such a step, each measured alone.
 
+``--variants`` measures that update alone once more in other ways, which tell why it may be slower in a run: of pinned
+or pageable weights and gradients, of three layers or all, with fewer threads than cores.
+
 Third table: ``offload()`` and ``reload()`` of the first row's optimizer, until the copies have ended, and plain
 copies of pinned memory. Every row that fails has its reason; rows that come after ``--seconds`` are left out.
 """
@@ -20,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,7 +163,7 @@ def rows_of_parts(device: torch.device, shapes: list[torch.Size], tokens: int, a
     host = MixedPrecisionOptimizer(
         torch.optim.AdamW(host_params(shapes[:count]), lr=1e-4), OptimizerConfig(bf16=True, clip_grad=1.0)
     )
-    update, threads = update_seconds(host, 3.0)
+    update = update_seconds(host, threads := host_threads(), 3.0)
     moved = 28 * sum(shape.numel() for shape in shapes[:count])
     copies = seconds_of_copies(device, 2 * numel)
     return [
@@ -189,10 +193,15 @@ def seconds_of_copies(device: torch.device, nbytes: int) -> float:
     return statistics.median(timed(device, both) for _ in range(5)) / 1e3
 
 
-def update_seconds(host: MixedPrecisionOptimizer, seconds: float) -> tuple[float, int]:
-    """Return the median of an update whose statistics are known, with the threads of an offloaded one, and these."""
-    backend, before = host_backend(), torch.get_num_threads()
-    threads = backend.num_threads() if isinstance(backend, NativeBackend) else before
+def host_threads() -> int:
+    """Return how many threads an offloaded update has."""
+    backend = host_backend()
+    return backend.num_threads() if isinstance(backend, NativeBackend) else torch.get_num_threads()
+
+
+def update_seconds(host: MixedPrecisionOptimizer, threads: int, seconds: float) -> float:
+    """Return the median of an update whose statistics are known."""
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     end, found = time.perf_counter() + seconds, list[float]()
     while len(found) < 2 or time.perf_counter() < end:
@@ -201,15 +210,32 @@ def update_seconds(host: MixedPrecisionOptimizer, seconds: float) -> tuple[float
         host.step_with_ready_grads()
         found.append(time.perf_counter() - start)
     torch.set_num_threads(before)
-    return statistics.median(found[1:]), threads
+    return statistics.median(found[1:])
 
 
-def host_params(shapes: Sequence[torch.Size]) -> list[nn.Parameter]:
+def host_params(shapes: Sequence[torch.Size], *, pin: bool = False) -> list[nn.Parameter]:
     """Return bf16 parameters in host memory, with gradients."""
-    params = [nn.Parameter(torch.randn(shape, device="cpu").bfloat16()) for shape in shapes]
-    for param in params:
-        param.grad = torch.randn_like(param) * 1e-3
+    params = []
+    for shape in shapes:
+        value, grad = (torch.randn(shape, device="cpu").bfloat16() for _ in range(2))
+        params.append(nn.Parameter(value.pin_memory() if pin else value))
+        params[-1].grad = (grad.pin_memory() if pin else grad).mul_(1e-3)
     return params
+
+
+def rows_of_variants(device: torch.device, shapes: list[torch.Size]) -> list[str]:
+    """Return the table of ``--variants``. ``shapes``: of the layers."""
+    most = host_threads()
+    lines = ["| weights and gradients | layers | threads | ms | GB/s |", "|---|---|---|---|---|"]
+    for pin, count in product((False, True) if device.type != "cpu" else (False,), {min(3, len(shapes)), len(shapes)}):
+        params = host_params(shapes[:count], pin=pin)
+        host = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=1e-4), OptimizerConfig(bf16=True, clip_grad=1.0))
+        moved = 28 * sum(param.numel() for param in params)
+        for threads in sorted({max(1, most * share // 8) for share in (6, 7, 8)}):
+            taken = update_seconds(host, threads, 1.0)
+            memory = "pinned" if pin else "pageable"
+            lines.append(f"| {memory} | {count} | {threads} | {taken * 1e3:.1f} | {moved / taken / 1e9:.1f} |")
+    return [*lines, "", f"NUMA nodes here: {len(list(Path('/sys/devices/system/node').glob('node[0-9]*')))}."]
 
 
 def rows_of_moves(run: Run) -> list[str]:
@@ -272,6 +298,8 @@ def measure(given: argparse.Namespace, device: torch.device) -> tuple[list[str],
         print(rows[-1], f"{time.perf_counter() - begin:.0f} s", flush=True)
     if next(iter(WAYS)) in measured:
         parts = rows_of_parts(device, shapes, given.tokens, measured[next(iter(WAYS))].alone / 1e3)
+        if given.variants:
+            parts += ["", *rows_of_variants(device, shapes)]
     return rows, parts, moves
 
 
@@ -283,6 +311,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=45.0)
+    parser.add_argument("--variants", action="store_true", help="measure the update alone in other ways, too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

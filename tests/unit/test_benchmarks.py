@@ -21,6 +21,7 @@ RUNS = [
     f"step.py {STEP} --backends reference,apex --only masters,apex",
     f"step.py {STEP} --matrix --rules masters,adamw,amsgrad,sgd,lion --moments float32,bfloat16",
     "amp.py --threads 1 --device cpu --probe 10000 --rounds 2 --numel 9999",
+    "loop.py --device cpu --numel 20000 --tensors 8 --tokens 32 --iterations 2 --rounds 2 --threads 1",
     "host_time.py --tensors 3 --rounds 1 --threads 1",
     f"overflow_report.py {TINY_GPT} --rounds 2 --threads 1",
     f"checkpoint.py --numel 1000 --tensors 3 --rounds 2 --before {ROOT}",
