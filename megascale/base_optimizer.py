@@ -1,7 +1,7 @@
 """MegascaleOptimizer: what an optimizer offers that steps by a recipe, be it one optimizer or a chain of several."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -417,20 +417,17 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         """
         require_values(self.device)
         error: Exception | None = None
-        checked: list[tuple[LiveState, Mapping[str, Any]]] = []
         planned: list[tuple[LiveState, Plan]] = []
         try:
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = pre_hook(self, state_dict) or state_dict
             require_one_layout(state_dict)
             checked = [(live, live.check(part, strict=strict)) for live, part in self.live_parts(state_dict, strict)]
+            memory = {address for live, _ in checked for address in live.memory()}
+            planned = [(live, live.plan(part, memory, strict=strict)) for live, part in checked]
         except Exception as caught:  # any failure of one rank must reach the others
             error = caught
-        raise_together(error, self.groups.grad_stats)  # a plan may communicate, so that no rank must be missing in it
-        try:
-            planned = [(live, live.plan(part, strict=strict)) for live, part in checked]
-        except Exception as caught:
-            error = caught
+        # Nothing has changed yet. To load may communicate, and no rank must be missing in it.
         raise_together(error, self.groups.grad_stats)
         for live, plan in planned:
             try:

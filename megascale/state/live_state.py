@@ -1,8 +1,13 @@
-"""An optimizer's live state, packed into a state dict and loaded from one: plan, agree, apply."""
+"""An optimizer's live state, packed into a state dict and loaded from one.
 
-from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from typing import Any
+A load checks everything, all ranks agree, and only then is one parameter after the other copied into its place. So a
+refusal leaves everything as it was, and a load needs memory for one parameter's state more.
+"""
+
+from collections.abc import Collection, Mapping, MutableMapping, Set
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,26 +17,35 @@ from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.base import MainParams
 from megascale.main_params.group_scales import decoded_where_cut
+from megascale.main_params.shard import ParamShard
 from megascale.state import schema as portable_state
 from megascale.state.extra_state import ExtraState
 from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
 from megascale.step.result import StepCounter, parse_counts
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import InnerUpdate
-from megascale.utils.dtensors import to_local
+from megascale.utils.dtensors import held, to_local
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.nests import map_tensors
+from megascale.utils.nests import map_tensors, tensors_in
 from megascale.utils.portable import portable
+
+
+class Loaded(NamedTuple):
+    """What is loaded of one model param, as it was given: main param and state, each None where there is none."""
+
+    param: nn.Parameter
+    name: str
+    main: Tensor | None
+    state: dict[str, Any] | None
 
 
 @dataclass
 class Plan:
-    """All changes of a load, checked and copied, so that applying them cannot fail half way.
+    """All changes of a load, checked, so that applying them cannot fail half way.
 
     Attributes:
+        params: in the order in which they are loaded, one after the other: no second copy of them is made.
         options: of each param group, and what they become.
-        main_params: a model param, its name, and its main param's values.
-        states: of each model param.
         shared: state that belongs to no parameter.
         extra_state: what the wrapped optimizer's ``load_state_dict()`` takes.
         loaded: objects of which an optimizer has one, such as its scaler, and the state that each loads.
@@ -39,14 +53,13 @@ class Plan:
         remarks: what the state dict of a run in another precision lacks, or has in excess, and what comes of it.
     """
 
-    options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    main_params: list[tuple[nn.Parameter, str, Tensor]] = field(default_factory=list)
-    states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
-    shared: dict[Any, Any] = field(default_factory=dict)
-    extra_state: dict[str, Any] = field(default_factory=dict)
-    loaded: list[tuple[Any, Mapping[str, Any]]] = field(default_factory=list)
-    from_weights: bool = False
-    remarks: list[str] = field(default_factory=list)
+    params: list[Loaded]
+    options: list[tuple[dict[str, Any], dict[str, Any]]]
+    shared: dict[Any, Any]
+    extra_state: dict[str, Any]
+    loaded: list[tuple[Any, Mapping[str, Any]]]
+    from_weights: bool
+    remarks: list[str]
 
 
 @dataclass(frozen=True)
@@ -184,6 +197,7 @@ class LiveState(HeldState):
             is_empty = isinstance(states[name], Mapping) and not states[name]
             required = () if is_empty else self.update.required_state(options[id(params[name])])
             portable_state.check_state(name, _counted(states[name], required), params[name], required)
+            self.update.check_state(name, states[name])
         portable_state.check_shared(state_dict["optimizer"], self._shared(copy=False), strict=strict)
         for index, group in enumerate(groups):
             portable_state.loadable_options(group, index)
@@ -206,42 +220,48 @@ class LiveState(HeldState):
         names = self.main_params.names(self.param_groups)
         return {names[id(param)]: param for param in self._params()}
 
-    def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> Plan:
-        """Copy what :meth:`check` has returned. Raises StateDictError or MainParamOverflowError.
+    def plan(self, state_dict: Mapping[str, Any], live: Set[int], *, strict: bool) -> Plan:
+        """Check the values of what :meth:`check` has returned. Raises StateDictError or MainParamOverflowError.
 
-        All that can raise is done here, into new memory: other ranks may find an error, and then nothing has changed.
-        Ranks communicate where a DTensor, or its scales, lie otherwise here: they have agreed that each can plan.
+        All that can raise is done here: other ranks may find an error, and then nothing has changed. No rank
+        communicates. Only what lies in ``live`` memory is copied, see :meth:`memory`: it may have changed when its turn
+        comes.
         """
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
-        mains = state_dict["main_params"]
-        plan = Plan(
-            loaded=self._loaded(state_dict, strict),
-            from_weights=strict and not mains,
-            remarks=self._remarks(state_dict) if strict else [],
-        )
-        options = self._options()
+        mains, options, params = state_dict["main_params"], self._options(), list[Loaded]()
         for name, param in self.named_params().items():
-            if name in mains and self.main_params.keeps(param):
-                dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
-                plan.main_params.append((param, name, self.main_params.to_local(param, mains[name], dtype)))
-            if name in states and (name not in mains or self.main_params.keeps(param)):
-                required = self.update.required_state(options[id(param)])
-                placed = self._placed_state(name, param, _counted(states[name], required))
-                plan.states.append((param, self.update.readable_state(name, placed, param.dtype)))
-        # From here on no rank communicates, so that one may raise alone.
-        for param, name, value in plan.main_params:
-            portable_state.check_fits_model(name, value, param)
-        if len(groups) == len(self.param_groups):
-            plan.options = [
-                (live, self._planned_options(live, given, index))
-                for index, (live, given) in enumerate(zip(self.param_groups, groups, strict=True))
-            ]
-        live = self._shared(copy=False)
-        shared = portable_state.check_shared(state_dict["optimizer"], live, strict=strict)
-        plan.shared = portable_state.placed_like(shared, live)
-        plan.extra_state = plan.shared.pop(portable_state.EXTRA_STATE, {})
-        self.extra_state.check(plan.extra_state)
-        return plan
+            keeps = self.main_params.keeps(param)
+            main, state = mains.get(name) if keeps else None, None
+            if main is not None:
+                # A piece that is not this rank's is refused where it is placed; here, as below, to no effect.
+                if isinstance(main, ParamShard):
+                    self.main_params.to_local(param, main, main.dtype)
+                portable_state.check_fits_model(name, _memory(main).float(), param)
+                held = self.main_params.get(param)
+                main = _apart(main, None if held is None else held.memory, live)
+            if name in states and (name not in mains or keeps):
+                given = _counted(states[name], self.update.required_state(options[id(param)]))
+                given = portable(given, f"state[{name!r}]", copy=False)
+                pieces = map_tensors(lambda value: value if isinstance(value, ParamShard) else None, given)
+                self._placed_state(name, param, {key: piece for key, piece in pieces.items() if piece is not None})
+                held_state = self.state.get(param, {})
+                state = {key: _apart(value, held_state.get(key), live) for key, value in given.items()}
+            params.append(Loaded(param, name, main, state))
+        pairs = zip(self.param_groups, groups, strict=True) if len(groups) == len(self.param_groups) else ()
+        planned = [(group, self._planned_options(group, given, index)) for index, (group, given) in enumerate(pairs)]
+        own = self._shared(copy=False)
+        shared = portable_state.check_shared(state_dict["optimizer"], own, strict=strict)
+        shared = portable_state.placed_like(shared, own)
+        extra_state = shared.pop(portable_state.EXTRA_STATE, {})
+        self.extra_state.check(extra_state)
+        remarks = self._remarks(state_dict) if strict else []
+        loaded = self._loaded(state_dict, strict)
+        return Plan(params, planned, shared, extra_state, loaded, from_weights=strict and not mains, remarks=remarks)
+
+    def memory(self) -> set[int]:
+        """Return the addresses of the storages of weights, main params and state, which a load writes."""
+        every = chain.from_iterable((param.model, param.memory) for param in self.main_params)
+        return set(map(_storage, chain(every, tensors_in(list(self.state.values()))))) - {0}
 
     def _planned_options(self, live: Mapping[str, Any], given: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the options that ``live`` takes over. Raises StateDictError for those that no step could use."""
@@ -320,6 +340,21 @@ class LiveState(HeldState):
             remarks.append("the state dict has no loss scale, and the optimizer's grad scaler stays as it is")
         return remarks
 
+    def _load(self, loaded: Loaded) -> None:
+        """Copy main param and state of one parameter into their places; what was copied on the way there is freed.
+
+        Ranks of a DTensor communicate where it, or its scales, lie otherwise here.
+        """
+        param, name, value, state = loaded
+        main = self.main_params.get(param) if value is None else self.main_params.get_or_create(param, name)
+        if value is not None and main is not None:
+            dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
+            main.store(to_local(self.main_params.to_local(param, value, dtype)))
+            main.record_version()
+        if state is not None:
+            placed = self._placed_state(name, param, state)
+            self.state[param] = placed if main is None else self.update.load_state(main, placed)
+
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
         """Carry out the plan. All ranks call it together."""
@@ -332,14 +367,8 @@ class LiveState(HeldState):
                     live[key] = value
         for copied in (param for param in self.main_params if plan.from_weights and param.is_copy):
             copied.reload()
-        for param, name, value in plan.main_params:
-            main = self.main_params.get_or_create(param, name)
-            if main is None:
-                continue
-            main.store(to_local(value))
-            main.record_version()
-        for param, state in plan.states:
-            self.state[param] = state
+        for loaded in plan.params:
+            self._load(loaded)
         self.state.update(plan.shared)
         # store() has rounded each main param into its model param. Marked, that is no write of the caller's, and shards
         # are gathered on all ranks, also of parameters that the state dict left out.
@@ -352,6 +381,26 @@ class LiveState(HeldState):
         self.extra_state.load(plan.extra_state)
         for one, given in plan.loaded:
             one.load_state_dict(given)
+
+
+def _memory(value: Tensor) -> Tensor:
+    """Return the memory that this rank has of a tensor."""
+    return value.piece if isinstance(value, ParamShard) else held(value)
+
+
+def _storage(value: Tensor) -> int:
+    """Return the address of a tensor's storage; 0 where it has none."""
+    return _memory(value).untyped_storage().data_ptr() if value.layout == torch.strided else 0
+
+
+def _apart(value: Any, place: Any, live: Set[int]) -> Any:
+    """Return a nest with copies of those tensors that lie in ``live`` memory, but not in the place that they go to."""
+    if not isinstance(value, Tensor):
+        return map_tensors(lambda tensor: _apart(tensor, None, live), value)
+    is_there = isinstance(place, Tensor) and _memory(value).data_ptr() == _memory(place).data_ptr()
+    if is_there or _storage(value) not in live:
+        return value
+    return ParamShard(value.piece.clone(), value.shape, value.start) if isinstance(value, ParamShard) else value.clone()
 
 
 def _counted(state: Any, required: Collection[str]) -> Any:

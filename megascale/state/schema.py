@@ -4,7 +4,7 @@
 "step_counts": {"landed": int, "skipped": int}, "version": 1}`` holds what :mod:`megascale.utils.portable` lists. A
 state dict without ``step_counts``, as of another system, leaves the counts unchanged. State that the wrapped optimizer
 keeps for no parameter (``optimizer.state["global"]``) is ``["optimizer"]["shared_state"]``, present only if there is
-some: a list with one dict per wrapped optimizer. A load is planned in full before anything changes. Names that differ
+some: a list with one dict per wrapped optimizer. A load is checked in full before anything changes. Names that differ
 by parts of wrappers alone, such as ``module.`` of DistributedDataParallel, are one parameter's; so are a name and a
 position.
 
@@ -27,6 +27,7 @@ from megascale.kernels.compact_moments import SCALE_SUFFIX, num_groups
 from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.rules import MOMENT_CODES
+from megascale.step.torch_states import require_count
 from megascale.utils.dtensors import to_local
 from megascale.utils.param_names import by_position, renames
 from megascale.utils.portable import NO_OPTIONS, PRIMITIVES, plain, portable
@@ -224,12 +225,8 @@ def check_state(name: str, state: Any, param: Tensor, required: Collection[str])
             check_codes(name, key, state, param)
         elif key != "step":
             check_tensor(name, key, state[key], param)
-        elif not isinstance(state[key], (int, float)) and not (
-            isinstance(state[key], Tensor) and state[key].numel() == 1
-        ):
-            raise StateDictError(
-                f"optimizer state of {name!r} has a step that is not one number: {_described(state[key])}"
-            )
+        else:
+            require_count(name, state[key])
     portable(state, f"state[{name!r}]", copy=False)
     for key, value in state.items():
         _require_values(f"{key} of {name!r}", value)

@@ -6,7 +6,7 @@ weights travel back at once. No main param and no state is written before the de
 skipping are exact.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,7 +63,7 @@ class HostUpdate(InnerUpdate):
         self, beside: KernelUpdate, config: StepConfig, device: torch.device, arrivals: WeightArrivals
     ) -> None:
         self._beside = beside
-        self._host = KernelUpdate(beside.optimizer, host_backend(), config, beside.rule, beside.inner_step)
+        self._host = KernelUpdate(beside.optimizer, host_backend(), config, beside.rule, beside)
         self._device = device
         self._arrivals = arrivals
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
@@ -86,7 +86,7 @@ class HostUpdate(InnerUpdate):
 
     @override
     def take_in_state(self) -> int:
-        return self._host.take_in_state() + self._beside.take_in_state()
+        return self._beside.take_in_state()  # of both
 
     @override
     def required_state(self, options: dict[str, Any]) -> list[str]:
@@ -97,8 +97,8 @@ class HostUpdate(InnerUpdate):
         self._host.check_options(options)
 
     @override
-    def readable_state(self, name: str, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        return self._host.readable_state(name, state, dtype)
+    def load_state(self, param: MainParam, state: dict[str, Any]) -> dict[str, Any]:
+        return self._beside.load_state(param, state)
 
     @override
     def update_signature(self) -> str:

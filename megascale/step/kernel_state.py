@@ -7,7 +7,7 @@ So an entry may be assigned, deleted, exchanged with another one's, shared by tw
 """
 
 import numbers
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -45,6 +45,15 @@ class _Place(NamedTuple):
     param: MainParam
     tensors: dict[str, Tensor]
     device: torch.device
+
+
+class _Given(NamedTuple):
+    """What a program has put into the state of a parameter, as a copy; the places that there are; and all names."""
+
+    param: MainParam
+    entry: dict[str, Any]
+    places: Mapping[str, Tensor]
+    names: list[str]
 
 
 class KernelState:
@@ -128,63 +137,88 @@ class KernelState:
                     raise UsageError(f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew")
         return columns
 
+    def load(self, param: MainParam, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy the loaded state of one parameter into its places, and return what its dict is to show.
+
+        It was checked, and no value lies in the place of another state. Without places it is returned as it is.
+        """
+        loaded, places = dict(entry), self._kept(param)
+        if places:
+            self._copy(param, loaded, places)
+        return _showing(loaded, places)
+
     def _take_in(self, params: Sequence[MainParam], names: Sequence[list[str]], *, fills: bool) -> None:
         """Give state of these names its places, with the values that it has: see :meth:`create`."""
-        # Parameters that were removed have no place any more. Others keep theirs while the main param is where it was.
         here = {param for group in self._optimizer.param_groups for param in group["params"]}
+        # Parameters that were removed have no place any more; others keep theirs while the main param is where it was.
         self._places = {model: place for model, place in self._places.items() if model in here}
-        names = [wanted for param, wanted in zip(params, names, strict=True) if param.model in here]
-        params = [param for param in params if param.model in here]
-        kept = [self._kept(param) for param in params]
-        names = [list(dict.fromkeys([*wanted, *tensors])) for wanted, tensors in zip(names, kept, strict=True)]
+        segments = {_storage(tensor) for place in self._places.values() for tensor in place.tensors.values()} - {0}
+        given = []
+        for param, wanted in zip(params, names, strict=True):
+            if param.model in here:
+                places = self._kept(param)
+                entry = dict(state_of(self._optimizer, param))
+                given.append(_Given(param, entry, places, list(dict.fromkeys([*wanted, *places]))))
         # All are checked before the first one changes: a refusal leaves the state as it was.
-        given = [dict(state_of(self._optimizer, param)) for param in params]
-        for param, entry, wanted, tensors in zip(params, given, names, kept, strict=True):
-            if any(entry.get(name) is not tensors.get(name) for name in {*wanted, *filter(is_scale, entry)}):
-                self._check(param, entry, wanted, fills=fills)
-        # Values that lie in segments are copied before any is written there: entries may have been exchanged.
-        every = chain.from_iterable(place.tensors.values() for place in self._places.values())
-        segments = {_storage(tensor) for tensor in every if tensor.numel()}
-        for entry, wanted, tensors in zip(given, names, kept, strict=True):
+        for param, entry, places, wanted in given:
+            if any(entry.get(name) is not places.get(name) for name in {*wanted, *filter(is_scale, entry)}):
+                self._check(param, entry, wanted, segments, fills=fills)
+        # Values that lie in segments are cloned before any place is written: entries may have been exchanged.
+        for _, entry, places, wanted in given:
             for name in [name for name in entry if name in wanted or is_scale(name)]:
-                value, place = entry[name], tensors.get(name)
+                value, place = entry[name], places.get(name)
                 if isinstance(value, Tensor) and value is not place and _storage(value) in segments:
                     entry[name] = place if place is not None and _is_at(value, place) else value.clone()
-        made = self._make(params, names, kept)
-        # One by one: what is loaded needs no second copy of all state.
-        for param, entry, wanted, tensors in zip(params, given, names, made, strict=True):
-            if "step" in wanted:
-                entry["step"] = _count(entry, held(param.main).device)
-            if self._is_compact or holds_codes(entry):
-                convert_(entry, self._dtypes, param)
-            for name in wanted:
-                value, part = entry.get(name), held(tensors[name])
-                if value is None:
-                    part.zero_()
-                elif value is not tensors[name]:
-                    part.copy_(held(value).detach().reshape(part.shape))
-            self._places[param.model] = _Place(param, tensors, held(param.main).device)
-        self._show(params)
+        # Places are made for all at once, so that those of one name lie side by side, and before the first copy: where
+        # there is no memory for them nothing has changed.
+        made = self._make(given)
+        # Copied one by one: what a program has put there needs no second copy of all state.
+        for (param, entry, _, _), places in zip(given, made, strict=True):
+            self._copy(param, entry, places)
+            self._places[param.model] = _Place(param, places, held(param.main).device)
+        # Shown last, in the dicts that there are: two parameters may have shared one, which stays the first one's.
+        state, first = self._optimizer.state, dict[int, Any]()
+        for key, entry in state.items():
+            first.setdefault(id(entry), key)
+        for param, *_ in given:
+            entry = state_of(self._optimizer, param)
+            shown = _showing(entry, self._places[param.model].tensors)
+            if first.get(id(entry)) is param.model:
+                entry.clear()
+                entry.update(shown)
+            else:
+                state[param.model] = shown
+
+    def _copy(self, param: MainParam, entry: dict[str, Any], places: Mapping[str, Tensor]) -> None:
+        """Copy the values of one parameter's state into its places. What is missing is zeros. Changes ``entry``."""
+        if "step" in places:
+            entry["step"] = _count(entry, held(param.main).device)
+        if self._is_compact or holds_codes(entry):
+            convert_(entry, self._dtypes, param)
+        for name, tensor in places.items():
+            value, place = entry.get(name), held(tensor)
+            if value is None:
+                place.zero_()
+            elif value is not tensor:
+                place.copy_(held(value).detach().reshape(place.shape))
 
     def _kept(self, param: MainParam) -> Mapping[str, Tensor]:
         """Return the state of a main param that has its place, where the main param is; none where it has moved."""
         place = self._places.get(param.model)
         return place.tensors if place and place.param is param and place.device == held(param.main).device else {}
 
-    def _make(
-        self, params: Sequence[MainParam], names: Sequence[Sequence[str]], kept: Sequence[Mapping[str, Tensor]]
-    ) -> list[dict[str, Tensor]]:
-        """Return all state in its places, new ones where none is kept: side by side those of one name."""
-        made = [dict(tensors) for tensors in kept]
-        for name in dict.fromkeys(chain.from_iterable(names)):
-            lacking = [at for at, wanted in enumerate(names) if name in wanted and name not in made[at]]
-            forms = [self._form(name, params[at]) for at in lacking]
+    def _make(self, given: Sequence["_Given"]) -> list[dict[str, Tensor]]:
+        """Return places for all that is named, new ones where there is none: side by side those of one name."""
+        made: list[dict[str, Tensor]] = [dict(one.places) for one in given]
+        for name in dict.fromkeys(chain.from_iterable(one.names for one in given)):
+            lacking = [at for at, one in enumerate(given) if name in one.names and name not in made[at]]
+            forms = [self._form(name, given[at].param) for at in lacking]
             alignment = 1 if name == "step" else ALIGNMENT
             for at, tensor in zip(lacking, in_segments(forms, alignment), strict=True):
-                main = params[at].main
+                main = given[at].param.main
                 placed = scales_like(main, tensor) if is_scale(name) else dtensor_like(tensor, main)
                 made[at][name] = tensor if name == "step" else placed
-        return [{name: tensors[name] for name in wanted} for tensors, wanted in zip(made, names, strict=True)]
+        return [{name: tensors[name] for name in one.names} for tensors, one in zip(made, given, strict=True)]
 
     def _form(self, name: str, param: MainParam) -> Form:
         main = held(param.main)
@@ -196,24 +230,10 @@ class KernelState:
             )
         return Form.like(main, main.dtype if main.dtype == torch.float64 else self._dtypes[name])
 
-    def _show(self, params: Sequence[MainParam]) -> None:
-        """Let the optimizer's state show the places of ``params``, in the dicts that it has."""
-        state = self._optimizer.state
-        first: dict[int, Any] = {}  # of parameters that share a dict
-        for key, entry in state.items():
-            first.setdefault(id(entry), key)
-        for param in params:
-            tensors = self._places[param.model].tensors
-            entry = state_of(self._optimizer, param)
-            if first.get(id(entry)) is not param.model:
-                entry = dict(entry)
-                state[param.model] = entry
-            for name in [name for name in entry if is_scale(name) and name not in tensors]:
-                del entry[name]  # of codes that are numbers by now
-            entry.update(tensors)
-
-    def _check(self, param: MainParam, entry: Mapping[str, Any], names: Sequence[str], *, fills: bool) -> None:
-        """Raise UsageError for state that cannot be taken in as that of ``param``."""
+    def _check(
+        self, param: MainParam, entry: Mapping[str, Any], names: Sequence[str], segments: Set[int], *, fills: bool
+    ) -> None:
+        """Raise UsageError for state that cannot be taken in as that of ``param``. ``segments``: addresses of ours."""
         require_uncast(entry, param)
         lacks = [name for name in names if entry.get(name) is None and not is_scale(name)]
         if entry and not fills and not self._optional.issuperset(lacks):
@@ -223,9 +243,15 @@ class KernelState:
             )
         for name in dict.fromkeys([*names, *filter(is_scale, entry)]):
             if entry.get(name) is not None:
-                _check_value(name, entry[name], param)
+                _check_value(name, entry[name], param, segments)
         if self._is_compact or holds_codes(entry):
             require_whole_codes(entry, self._dtypes, param)
+
+
+def _showing(entry: Mapping[str, Any], places: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a parameter's entry with its places, and without scales of codes that are numbers by now."""
+    shown = {name: value for name, value in entry.items() if name in places or not (places and is_scale(name))}
+    return shown | dict(places)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -255,7 +281,7 @@ def _count(entry: Mapping[str, Any], device: torch.device) -> Tensor | None:
     return to_device_async(number_.detach().reshape(()).float(), device)
 
 
-def _check_value(name: str, value: Any, param: MainParam) -> None:
+def _check_value(name: str, value: Any, param: MainParam, segments: Set[int]) -> None:
     """Raise UsageError for a state that cannot be converted to one of ``param``."""
     story = f"the optimizer's state[{param.name!r}][{name!r}]"
     if name == "step" and isinstance(value, numbers.Real):
@@ -270,7 +296,8 @@ def _check_value(name: str, value: Any, param: MainParam) -> None:
         if value.numel() != 1 or value.dtype.is_complex:
             raise UsageError(f"{story} has shape {tuple(value.shape)} and dtype {value.dtype}; it must be one number")
         return
-    if part.shape != shape or part.device != main.device:
+    # What lies in a segment is another parameter's, which may be updated on another device: no loop has moved it.
+    if part.shape != shape or (part.device != main.device and _storage(value) not in segments):
         raise UsageError(
             f"{story} is {tuple(part.shape)} on {part.device}, its main param {tuple(param.main.shape)} on "
             f"{main.device}; load state of the same parameters, in the same order; where a loop moves state to the "

@@ -41,7 +41,7 @@ class KernelUpdate(InnerUpdate):
 
     With step hooks, or options that the rule's kernels cannot run, the optimizer's own ``step()`` runs instead.
 
-    ``inner_step``: of another one, of the same optimizer, for parameters whose memory is elsewhere.
+    ``beside``: another one, of the same optimizer, for parameters whose memory is elsewhere; they share all state.
     """
 
     def __init__(
@@ -50,21 +50,24 @@ class KernelUpdate(InnerUpdate):
         backend: Backend,
         config: StepConfig,
         rule: Rule,
-        inner_step: InnerStep | None = None,
+        beside: "KernelUpdate | None" = None,
     ) -> None:
         self.optimizer = optimizer
         self.backend = backend
         self.rule = rule
         self._kernel = rule.kernel or ""
         self._kernels = backend if hasattr(backend, self._kernel) else ReferenceBackend()
-        self.general = GeneralUpdate(optimizer, backend, inner_step)
+        self.general = GeneralUpdate(optimizer, backend, None if beside is None else beside.inner_step)
         self._calls: WeakKeyDictionary[UpdateUnit, KernelCall] = WeakKeyDictionary()
         self._option_names = ("lr", *rule.numbers, *rule.flags)
         self._read_names = (*self._option_names, *rule.may_read)
         dtypes = {name: moment.dtype(getattr(config, moment.field)) for name, moment in MOMENTS.items()}
         require_supported(dtypes, optimizer, backend)
         self._dtypes = dtypes
-        self._state = KernelState(optimizer, dtypes, rule.optional_state)
+        # One for both: entries that a program exchanges between them are checked and cloned together.
+        self._state: KernelState = (
+            KernelState(optimizer, dtypes, rule.optional_state) if beside is None else beside._state
+        )
 
     @property
     def inner_step(self) -> InnerStep:
@@ -137,9 +140,8 @@ class KernelUpdate(InnerUpdate):
         self.required_state(options)
 
     @override
-    def readable_state(self, name: str, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        """Return a copy of the dict: :meth:`create_states` converts its tensors."""
-        return dict(state)
+    def load_state(self, param: MainParam, state: dict[str, Any]) -> dict[str, Any]:
+        return self._state.load(param, state)
 
     @override
     def required_state(self, options: dict[str, Any]) -> list[str]:

@@ -33,61 +33,44 @@ def is_per_element(key: str, value: Tensor, param: Tensor) -> bool:
     return value.shape == param.shape and (value.dim() > 0 or key not in PER_PARAMETER)
 
 
-def with_tensor_counts(
-    optimizer: torch.optim.Optimizer, name: str, state: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return the loaded state of parameter ``name`` as torch's own optimizers read it; others' is not converted.
-
-    Python numbers, which older torch kept for ``step`` and the like, become 0-d fp32 tensors; so does an integer
-    ``step``, which torch's fused loops cannot add to. State that was made for 16-bit parameters becomes fp32 where the
-    parameter's ``dtype`` is, as in torch's own ``load_state_dict()``; of 16-bit ones :func:`widen` converts it.
-
-    Raises StateDictError for a ``step`` that is not one number.
-    """
-    if not _is_torchs(optimizer):
-        return dict(state)
-    made = {
-        key: torch.tensor(float(value), dtype=torch.float32, device="cpu")
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-        else value
-        for key, value in state.items()
-    }
-    made |= {
-        key: value.to(dtype)
-        for key, value in made.items()
-        if isinstance(value, Tensor) and value.dtype in HALF_DTYPES and dtype not in HALF_DTYPES
-    }
-    if "step" in made:
-        step = made["step"]
-        if not isinstance(step, Tensor) or step.numel() != 1 or step.is_complex():
-            raise StateDictError(f"optimizer state of {name!r} has a step that is not one number: {step!r}")
-        made["step"] = step.reshape(()) if step.is_floating_point() else step.reshape(()).float()
-    return made
+def require_count(name: str, step: Any) -> None:
+    """Raise StateDictError unless the saved ``step`` of the parameter ``name`` is one number."""
+    if not isinstance(step, (int, float)) and not (
+        isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex()
+    ):
+        described = f"{step.dtype} tensor" if isinstance(step, Tensor) else f"{step!r} of type {type(step).__name__}"
+        raise StateDictError(f"optimizer state of {name!r} has a step that is not one number: {described}")
 
 
 def widen(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: MainParam) -> None:
-    """Convert the state that an optimizer made of a 16-bit model param to its main param's dtype, in its dict.
+    """Convert, in its dict, the state that an optimizer made of a 16-bit model param to its main param's dtype.
 
-    Of an optimizer that is not torch's only tensors of the parameter's dtype and shape: others are 16-bit on purpose.
-    Values that were rounded stay rounded, except Adagrad's initial accumulator before the first step: it is set anew.
+    Of torch's optimizers all 16-bit tensors, and Python numbers, which older torch kept for ``step`` and the like, to
+    0-d fp32 tensors; so an integer ``step``, which torch's fused loops cannot add to. Of others only tensors of the
+    parameter's dtype and shape: what else is 16-bit is so on purpose. Values that were rounded stay rounded, except
+    Adagrad's initial accumulator before the first step: it is set anew.
     """
-    state, is_torchs = optimizer.state.get(param.model, {}), _is_torchs(optimizer)
-    rounded = {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-        and (
-            value.dtype in HALF_DTYPES
-            if is_torchs
-            else value.dtype == param.form.dtype and value.shape == param.main.shape
-        )
-    }
-    state.update({key: value.to(param.main.dtype) for key, value in rounded.items()})
+    state, rounded, on_purpose = optimizer.state.get(param.model, {}), set[str](), param.narrow_state or ()
+    for key, value in list(state.items()):
+        if not is_torchs(optimizer):
+            is_rounded = isinstance(value, Tensor) and (value.dtype, value.shape) == (
+                param.form.dtype,
+                param.main.shape,
+            )
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            state[key], is_rounded = torch.tensor(float(value), dtype=torch.float32, device="cpu"), False
+        elif isinstance(value, Tensor) and key == "step" and value.numel() == 1 and not value.is_complex():
+            state[key], is_rounded = value.reshape(()).to(torch.promote_types(value.dtype, torch.float32)), False
+        else:
+            is_rounded = isinstance(value, Tensor) and value.dtype in HALF_DTYPES and key not in on_purpose
+        if is_rounded:
+            state[key] = value.to(param.main.dtype)
+            rounded.add(key)
     if isinstance(optimizer, torch.optim.Adagrad) and "sum" in rounded and float(state["step"]) == 0:
         state["sum"] = torch.full_like(state["sum"], options["initial_accumulator_value"])
 
 
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is an optimizer of torch.optim, or a subclass of one."""
     kinds = type(optimizer).__mro__
     return any(kind.__module__.startswith("torch.optim") and kind is not torch.optim.Optimizer for kind in kinds)

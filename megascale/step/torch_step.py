@@ -22,7 +22,7 @@ from megascale.rules import BY_KIND, KINDS
 from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import rate
 from megascale.step.lending import holders_of, is_narrow, lent, narrow_names
-from megascale.step.torch_states import state_of, widen, with_tensor_counts
+from megascale.step.torch_states import is_torchs, require_count, state_of, widen
 from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import is_cut, to_local
 from megascale.utils.dtypes import HALF_DTYPES
@@ -42,7 +42,7 @@ class GeneralUpdate(InnerUpdate):
         self._holders = {"": optimizer}  # found in the first half of a step, for the second
 
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        """Widen state that was made of 16-bit parameters, and drop that of parameters that other ranks own.
+        """Convert state that was loaded or made of 16-bit parameters, and drop that of parameters others own.
 
         New state is the optimizer's own affair: it is made of fp32 main params, so that what is 16-bit in it is so on
         purpose.
@@ -52,7 +52,7 @@ class GeneralUpdate(InnerUpdate):
             for holder in holders.values():
                 if not param.is_owned:
                     holder.state.pop(param.model, None)
-                if param.is_copy and (self._is_torchs or param.narrow_state is None):
+                elif is_torchs(holder) or (param.is_copy and param.narrow_state is None):
                     widen(holder, options, param)
         self._note_narrow_state(holders, params)
 
@@ -71,8 +71,9 @@ class GeneralUpdate(InnerUpdate):
             rate(options)
 
     @override
-    def readable_state(self, name: str, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        return with_tensor_counts(self.optimizer, name, state, dtype)
+    def check_state(self, name: str, state: Mapping[str, Any]) -> None:
+        if is_torchs(self.optimizer) and "step" in state:
+            require_count(name, state["step"])
 
     @override
     def update_signature(self) -> str:

@@ -102,11 +102,16 @@ class InnerUpdate(Protocol):
     def check_options(self, options: dict[str, Any]) -> None:
         """Raise an error for options of a param group that :meth:`prepare` could not use."""
 
-    def readable_state(self, name: str, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        """Return a loaded state of the parameter ``name``, of ``dtype``, in the types that the update reads.
+    def check_state(self, name: str, state: Mapping[str, Any]) -> None:
+        """Raise StateDictError for a saved state of the parameter ``name`` that no step could read."""
+        return
 
-        Raises StateDictError.
+    def load_state(self, param: MainParam, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a loaded state, which was checked, as the optimizer's state is to show it: in its place, if any.
+
+        :meth:`create_states` converts the rest.
         """
+        return state
 
     def update_signature(self) -> str:
         """Return what decides how an update rounds, besides its options: the same on ranks whose bits are the same."""

@@ -271,15 +271,18 @@ def _peaks(directory: Path) -> dict[str, int]:
     fresh, loaded = _wide(1)
     peaks["load"] = _peak(lambda: checkpointer.load(fresh, loaded))
     assert differences(full(model, optimizer), full(fresh, loaded)) == []
+    whole = optimizer.state_dict()
+    peaks["whole"] = _peak(lambda: loaded.load_state_dict(whole))
     peaks["shard"] = sum(main.numel() for _, main in loaded.main_params())
     return peaks
 
 
 def test_peak_memory_stays_within_one_bucket(ranks: RankPool, tmp_path: Path) -> None:
-    """Of save and load, beside the live state: bytes of torch's allocator. An async save copies this rank's shard."""
+    """Of save and loads, beside the live state: bytes of torch's allocator. An async save copies this rank's shard."""
     for peaks in ranks.run(2, _peaks, tmp_path):
         assert 600_000 < peaks["shard"] < 650_000
         bucket = 4 * BUCKET_NUMEL
         assert peaks["save"] <= bucket + SLACK
         assert peaks["load"] <= bucket + SLACK
+        assert peaks["whole"] <= bucket + SLACK
         assert 14 * peaks["shard"] <= peaks["async"] <= 14 * peaks["shard"] + bucket + SLACK

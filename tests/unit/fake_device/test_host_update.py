@@ -11,7 +11,8 @@ from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerCo
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
-from tests.fake_device.training import scaler
+from tests.fake_device.training import layers, optimizer_of, scaler
+from tests.training import bits_equal
 
 COUNT, WIDTH = 4, 8
 
@@ -94,3 +95,27 @@ def _bytes_held(device: FakeDevice, overlap: bool, sharded: bool) -> float:
 def test_what_the_device_holds(on_device: OnDevice, overlap: bool, sharded: bool, most: float) -> None:
     """Bytes per parameter: weight and gradient, 4; with main grads 6, and the gradient that one layer has just made."""
     assert most - 0.3 < on_device(_bytes_held, overlap, sharded) <= most
+
+
+def _exchange(device: FakeDevice) -> list[Any]:
+    """Exchange entries of a parameter that stays on the device and of one in host memory."""
+    model = layers()
+    optimizer = optimizer_of(model, "replicated", optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    batch = torch.ones(2, WIDTH, dtype=torch.float16, device="cuda")
+    optimizer.scale_loss(model(batch).float().square().mean()).backward()
+    optimizer.step()
+    first, *_, last = model.parameters()
+    state, names = optimizer.optimizer.state, ("exp_avg", "exp_avg_sq")
+    before = [state[param][name].cpu().clone() for param in (last, first) for name in names]
+    state[first], state[last] = state[last], state[first]
+    optimizer.state_dict()
+    shown = [state[param][name] for param in (first, last) for name in names]
+    return [
+        [value.device.type for value in shown],
+        [bits_equal(pair[0].cpu(), pair[1]) for pair in zip(shown, before, strict=True)],
+    ]
+
+
+def test_entries_are_exchanged_with_host_memory(on_device: OnDevice) -> None:
+    """Each is copied to where the other's main param is; nothing is lost."""
+    assert on_device(_exchange) == [["cuda", "cuda", "cpu", "cpu"], [True] * 4]

@@ -25,7 +25,9 @@ from megascale.errors import UsageError
 from tests.training import Bag, bits_equal
 
 SHAPES = [(4, 8), (4, 8), (33,), (), (0, 3)]
-WRAPPERS = ("mixed", "distributed", "chained")
+WRAPPERS = ("mixed", "distributed", "chained", "offloaded")
+OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6}
+"""All but the first parameter."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COMPACT = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8, "store_param_remainders": True}
@@ -39,6 +41,7 @@ class _Training:
         self.bag = Bag(torch.randn(shape).to(dtype) for shape in SHAPES)
         self.params = list(self.bag.params)
         named = [(f"params.{index}", param) for index, param in enumerate(self.params)]
+        options |= OFFLOADED if wrapper == "offloaded" else {}
         config = OptimizerConfig(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, **options)
         scaler = ConstantGradScaler(8.0)
         split = [named[:3], named[3:]] if wrapper == "chained" else [named]
@@ -307,6 +310,8 @@ def _compare(training: _Training, expected: _Training, states: States) -> None:
     "mixed-dtype2-other forms",
     "distributed-dtype2-pop",
     "mixed-dtype1-entry shared",
+    "offloaded-dtype0-entries exchanged",
+    "offloaded-dtype1-entry given away",
 )
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
