@@ -26,7 +26,6 @@ from megascale.errors import StateDictError, listed
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.shard import ParamShard
 from megascale.state.schema import EXTRA_STATE, SHARED_STATE, is_held_as_codes
-from megascale.state.torch_frames import is_told_to_skip
 from megascale.step.result import COUNT_KEYS
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import are_equal
@@ -272,14 +271,12 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         given: as a function of ``torch.distributed.checkpoint.state_dict`` passes it to ``load_state_dict``, or as a
             torch optimizer has saved it.
         live: our layout of the optimizer that loads.
-        strict: raise if some main params are in it, and others are not. False too where torch's functions were given
-            ``StateDictOptions(strict=False)``.
+        strict: raise if some main params are in it, and others are not.
 
     Raises:
         StateDictError: naming what is missing or does not fit.
     """
     _check(given)
-    strict = strict and not is_told_to_skip()
     groups = live["optimizer"]["param_groups"]
     names = _names_by_key(given["param_groups"], [group["params"] for group in groups])
     shared = _shared_state(given, names, live)
