@@ -1,7 +1,7 @@
 """MegascaleOptimizer: what an optimizer offers that steps by a recipe, be it one optimizer or a chain of several."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
 from megascale.parallel import ParallelGroups
 from megascale.state.live_state import LiveState, Plan
-from megascale.state.schema import check_fits_model
-from megascale.state.torch_layout import require_one_layout
+from megascale.state.schema import check_fits_model, check_layout, under_live_names
+from megascale.state.torch_layout import from_torch_layout, is_torch_layout, require_one_layout
 from megascale.step import misuse
 from megascale.step.arguments import check_grad_scaler
 from megascale.step.description import described
@@ -421,10 +421,9 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         try:
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = pre_hook(self, state_dict) or state_dict
-            require_one_layout(state_dict)
-            checked = [(live, live.check(part, strict=strict)) for live, part in self.live_parts(state_dict, strict)]
-            memory = {address for live, _ in checked for address in live.memory()}
-            planned = [(live, live.plan(part, memory, strict=strict)) for live, part in checked]
+            parts = self.live_parts(state_dict, strict)
+            memory = {address for live, _ in parts for address in live.memory()}
+            planned = [(live, live.plan(part, memory, strict=strict)) for live, part in parts]
         except Exception as caught:  # any failure of one rank must reach the others
             error = caught
         # Nothing has changed yet. To load may communicate, and no rank must be missing in it.
@@ -450,11 +449,28 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
     def live_states(self) -> list[LiveState]:
         """Return the live state of each optimizer that steps here, with the model's changes taken over."""
-        raise NotImplementedError
+        require_values(self.device)
+        for member in self.recipe.members:
+            member.sync_from_model()
+        return [part.live_state() for part in self.parts()]
 
-    def live_parts(self, state_dict: dict[str, Any], strict: bool) -> list[tuple[LiveState, dict[str, Any]]]:
-        """Return each of :meth:`live_states` and its part of a state dict. Raises StateDictError."""
-        raise NotImplementedError
+    def live_parts(self, state_dict: Any, strict: bool) -> list[tuple[LiveState, Mapping[str, Any]]]:
+        """Return each of :meth:`live_states` and its part of a state dict of any layout: in ours, under live names.
+
+        Raises StateDictError.
+        """
+        lives = self.live_states()
+        require_one_layout(state_dict)
+        if is_torch_layout(state_dict):
+            live = self._packed(copy=False, decode=True, to_load=True)
+            state_dict = from_torch_layout(state_dict, live, strict=strict)
+        check_layout(state_dict, strict=strict)
+        named = under_live_names(state_dict, [names for live in lives for names in live.names()])
+        return list(zip(lives, self._split(named, strict), strict=True))
+
+    def _split(self, state_dict: Mapping[str, Any], strict: bool) -> list[Mapping[str, Any]]:
+        """Return each optimizer's part of a state dict. Raises StateDictError for a part that belongs to none."""
+        return [state_dict]
 
     def __repr__(self) -> str:
         if not self._constructed:

@@ -16,10 +16,9 @@ from megascale.base_optimizer import MegascaleOptimizer
 from megascale.config import DecisionConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError, listed
 from megascale.optimizer import MixedPrecisionOptimizer
-from megascale.state.live_state import LiveState
-from megascale.state.schema import SHARED_STATE, check_layout, shared_by_optimizer, under_live_names
+from megascale.state.schema import SHARED_STATE, shared_by_optimizer
 from megascale.state.state_view import StateView
-from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
+from megascale.state.torch_layout import StateDict
 from megascale.step.misuse import scaler_conflict
 from megascale.step.recipe import StepRecipe
 from megascale.utils import validate
@@ -108,7 +107,7 @@ class ChainedOptimizer(MegascaleOptimizer):
         """The state of all optimizers, by model param; see :attr:`MixedPrecisionOptimizer.state`."""
         for member in self.recipe.members if self._constructed else ():
             member.main_params.wait_for_arrivals()
-        return StateView([optimizer.state_source() for optimizer in self.optimizers])
+        return StateView([optimizer.live_state() for optimizer in self.optimizers])
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -134,14 +133,6 @@ class ChainedOptimizer(MegascaleOptimizer):
     def _packed(self, *, copy: bool, decode: bool, to_load: bool) -> dict[str, Any]:
         return _joined([one.pack(copy=copy, decode=decode, to_load=to_load) for one in self.optimizers])
 
-    @override
-    def live_states(self) -> list[LiveState]:
-        return [live for optimizer in self.optimizers for live in optimizer.live_states()]
-
-    @override
-    def live_parts(self, state_dict: dict[str, Any], strict: bool) -> list[tuple[LiveState, dict[str, Any]]]:
-        return list(zip(self.live_states(), self._split(state_dict, strict), strict=True))
-
     def _names(self) -> list[list[str]]:
         """Return each optimizer's parameter names. Raises ArgumentError if two share one."""
         names = [optimizer.param_names() for optimizer in self.optimizers]
@@ -153,14 +144,10 @@ class ChainedOptimizer(MegascaleOptimizer):
             )
         return names
 
-    def _split(self, state_dict: Any, strict: bool) -> list[dict[str, Any]]:
-        """Return each optimizer's part of a state dict. Raises StateDictError for a part that belongs to none."""
-        if is_torch_layout(state_dict):
-            state_dict = from_torch_layout(state_dict, self.state_dict(copy=False), strict=strict)
-        check_layout(state_dict, strict=strict)
+    @override
+    def _split(self, state_dict: Mapping[str, Any], strict: bool) -> list[Mapping[str, Any]]:
         names = self._names()
         known = [*chain.from_iterable(names)]
-        state_dict = under_live_names(state_dict, [own for live in self.live_states() for own in live.names()])
         states, mains = state_dict["optimizer"]["state"], state_dict["main_params"]
         groups = state_dict["optimizer"]["param_groups"]
         unexpected = sorted((states.keys() | mains.keys()).difference(known))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,13 @@ from megascale.main_params.replica_check import require_same
 from megascale.parallel import ParallelGroups
 from megascale.state.extra_state import ExtraState
 from megascale.state.live_state import LiveState
-from megascale.state.state_view import Source, StateView
+from megascale.state.state_view import StateView
 from megascale.step import misuse
 from megascale.step.arguments import check_arguments, check_belongs, check_policy, config_for, device_of
 from megascale.step.description import summary
 from megascale.step.joined_states import JoinedStates, states_of
 from megascale.step.loaded_state import keep_loaded_state
 from megascale.step.member import StepMember
-from megascale.step.misuse import require_values
 from megascale.step.recipe import StepRecipe
 from megascale.step.result import StepResult as StepResult
 from megascale.step.update_selection import check_inner
@@ -180,14 +180,16 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         if not self._constructed:
             return self.optimizer.state
         self._member.main_params.wait_for_arrivals()
-        return StateView([self.state_source()])
+        return StateView([self.live_state()])
 
     @state.setter
     def state(self, value: Any) -> None:
         if self._constructed:
-            held, joined = StateView([self.state_source()]).held_for(value), states_of(self.optimizer)
+            held, joined = StateView([self.live_state()]).held_for(value), states_of(self.optimizer)
             if isinstance(joined, JoinedStates):
-                joined.replace(held)
+                taken = {key: dict(entry) if isinstance(key, Tensor) else entry for key, entry in held.items()}
+                joined.clear()
+                joined.update(taken)
             else:
                 self.optimizer.state = held
 
@@ -238,28 +240,11 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
 
     @override
     def _packed(self, *, copy: bool, decode: bool, to_load: bool) -> dict[str, Any]:
-        return self._live().pack(copy=copy, decode=decode)
+        return self.live_state().pack(copy=copy, decode=decode)
 
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
-        require_values(self.device)
-        return self._live()
-
-    def _live(self) -> LiveState:
         member = self._member
-        held, mains = states_of(self.optimizer), member.main_params
+        state, mains = states_of(self.optimizer), member.main_params
         extra = ExtraState(self.optimizer, mains, is_sharded=mains.is_sharded)
-        return LiveState(self.param_groups, held, mains, self.grad_scaler, member.counter, member.update, extra)
-
-    def state_source(self) -> Source:
-        """Return what :attr:`state` shows."""
-        return Source.of(self._live(), self._member)
-
-    @override
-    def live_states(self) -> list[LiveState]:
-        self._member.sync_from_model()
-        return [self.live_state()]
-
-    @override
-    def live_parts(self, state_dict: dict[str, Any], strict: bool) -> list[tuple[LiveState, dict[str, Any]]]:
-        return [(live, state_dict) for live in self.live_states()]
+        return LiveState(self.param_groups, state, mains, self.grad_scaler, member.counter, extra, ref(member))

@@ -46,7 +46,7 @@ class SavedOptimizer(Protocol):
     def live_states(self) -> list[LiveState]:
         """Return the live state of each optimizer that steps here: several of a chain."""
 
-    def live_parts(self, state_dict: dict[str, Any], strict: bool) -> list[tuple[LiveState, dict[str, Any]]]:
+    def live_parts(self, state_dict: Any, strict: bool) -> list[tuple[LiveState, Mapping[str, Any]]]:
         """Return each of :meth:`live_states` and its part of a state dict. Raises StateDictError."""
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, StateDictError
 from megascale.main_params.main_param import MainParam
-from megascale.step.lending import holders_of, lent
+from megascale.step.lending import holders_of, lent, put_back
 from megascale.utils.nests import tensors_in
 from megascale.utils.portable import PRIMITIVES, portable
 
@@ -104,14 +104,8 @@ class ExtraState:
                 extra = {name: _unpacked(value) for name, value in entries.items()}
                 self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})
             finally:
-                for holder, attributes, state, groups in kept:
-                    vars(holder).update(attributes)
-                    holder.state.clear()
-                    holder.state.update(state)
-                    holder.param_groups[:] = [group for group, _ in groups]
-                    for group, options in groups:
-                        group.clear()
-                        group.update(options)
+                for before in kept:
+                    put_back(*before)
 
     def _lent(self) -> AbstractContextManager[None]:
         params = [param for param in self._params if param.is_owned]

@@ -8,11 +8,12 @@ from collections.abc import Collection, Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from megascale.errors import StateDictError, listed
+from megascale.errors import StateDictError, UsageError, listed
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.base import MainParams
@@ -20,7 +21,8 @@ from megascale.main_params.group_scales import decoded_where_cut
 from megascale.main_params.shard import ParamShard
 from megascale.state import schema as portable_state
 from megascale.state.extra_state import ExtraState
-from megascale.state.torch_layout import StateDict, from_torch_layout, is_torch_layout
+from megascale.state.torch_layout import StateDict
+from megascale.step.member import StepMember
 from megascale.step.result import StepCounter, parse_counts
 from megascale.step.torch_states import is_per_element
 from megascale.step.update import InnerUpdate
@@ -63,14 +65,29 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class HeldState:
-    """References to everything that a state dict covers."""
+class LiveState:
+    """References to everything that a state dict covers, of one optimizer.
+
+    Attributes:
+        member: updates all that. A weak reference: whoever keeps entries of a dropped optimizer keeps their tensors,
+            and not the wrapper of the torch optimizer.
+    """
 
     param_groups: list[dict[str, Any]]
     state: MutableMapping[Any, Any]
     main_params: MainParams
     grad_scaler: MegatronGradScaler | None
     counter: StepCounter
+    extra_state: ExtraState
+    member: "ref[StepMember]"
+
+    @property
+    def update(self) -> InnerUpdate:
+        """What updates all that."""
+        member = self.member()
+        if member is None:
+            raise UsageError("the optimizer whose state this is was dropped; keep it for as long as its state is used")
+        return member.update
 
     def shared_values(self) -> dict[str, Any]:
         """Return what a state dict holds once, for all parameters. Waits for the device."""
@@ -78,14 +95,6 @@ class HeldState:
             "grad_scaler": {} if self.grad_scaler is None else self.grad_scaler.state_dict(),
             "step_counts": self.counter.state_dict(),
         }
-
-
-@dataclass(frozen=True)
-class LiveState(HeldState):
-    """All that, and what updates it: it can be packed, and loaded."""
-
-    update: InnerUpdate
-    extra_state: ExtraState
 
     def pack(self, *, copy: bool, decode: bool = True) -> dict[str, Any]:
         """Return the state dict; see :mod:`megascale.state.schema`.
@@ -158,21 +167,12 @@ class LiveState(HeldState):
         held = [param for param in mains if param.is_copy and (mains.is_sharded or param.remainder is not None)]
         return {id(param.model) for param in held}
 
-    def check(self, state_dict: Any, *, strict: bool) -> Mapping[str, Any]:
-        """Check all of a state dict but the values of its tensors; return it in our layout, for :meth:`plan`.
+    def check(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+        """Check all of a state dict, in our layout under live names, but its values: first names, then the rest.
 
         Raises StateDictError; UsageError while main params are away in host memory.
         """
         self.main_params.residence.require_here("load_state_dict()")
-        if is_torch_layout(state_dict):
-            state_dict = from_torch_layout(state_dict, self.pack(copy=False), strict=strict)
-        portable_state.check_layout(state_dict, strict=strict)
-        own = portable_state.under_live_names(state_dict, self.names())
-        self._check(own, strict)
-        return own
-
-    def _check(self, state_dict: Any, strict: bool) -> None:
-        """Raise StateDictError for what does not fit: first names, then shapes and options. Reads no values."""
         params = self.named_params()
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains = state_dict["main_params"]
@@ -221,12 +221,13 @@ class LiveState(HeldState):
         return {names[id(param)]: param for param in self._params()}
 
     def plan(self, state_dict: Mapping[str, Any], live: Set[int], *, strict: bool) -> Plan:
-        """Check the values of what :meth:`check` has returned. Raises StateDictError or MainParamOverflowError.
+        """Check a state dict, as :meth:`check` does, and its values. Raises as that, and MainParamOverflowError.
 
         All that can raise is done here: other ranks may find an error, and then nothing has changed. No rank
         communicates. Only what lies in ``live`` memory is copied, see :meth:`memory`: it may have changed when its turn
         comes.
         """
+        self.check(state_dict, strict=strict)
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains, options, params = state_dict["main_params"], self._options(), list[Loaded]()
         for name, param in self.named_params().items():

@@ -16,9 +16,8 @@ returns: see :func:`megascale.state.torch_layout.from_torch_layout`.
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -26,42 +25,12 @@ from torch import Tensor
 from megascale.errors import UsageError
 from megascale.main_params.main_param import MainParam
 from megascale.state import torch_layout as layout
-from megascale.state.live_state import HeldState, LiveState
-from megascale.step.member import StepMember
+from megascale.state.live_state import LiveState
 from megascale.utils.autograd import detached
 from megascale.utils.dtensors import to_local
 from megascale.utils.nests import map_tensors
 
 K = TypeVar("K")
-
-
-@dataclass(frozen=True)
-class Source(HeldState):
-    """What one optimizer's entries are read from: a :class:`LiveState` but for what updates it.
-
-    Attributes:
-        member: updates all that. A weak reference: whoever keeps entries of a dropped optimizer keeps their tensors,
-            and not the wrapper of the torch optimizer.
-    """
-
-    member: "ref[StepMember]"
-
-    @classmethod
-    def of(cls, live: LiveState, member: StepMember) -> "Source":
-        """Return the source of ``live``, which ``member`` updates."""
-        held = (live.param_groups, live.state, live.main_params, live.grad_scaler, live.counter)
-        return cls(*held, ref(member))
-
-    @property
-    def added(self) -> tuple[str, ...]:
-        """The names of the entries that are added to every parameter's."""
-        return (*layout.ADDED, *((layout.SHARD_START,) if self.main_params.is_sharded else ()))
-
-    def holds(self, param: Tensor) -> bool:
-        """Return whether ``param`` is one of this optimizer's."""
-        if self.main_params.get(param) is not None or param in self.state:
-            return True
-        return any(param is one for group in self.param_groups for one in group["params"])
 
 
 class _View(MutableMapping[K, Any]):
@@ -92,9 +61,13 @@ class ParamEntries(_View[str]):
         UsageError: for another value written to an added entry.
     """
 
-    def __init__(self, source: Source, param: Tensor) -> None:
+    def __init__(self, source: LiveState, param: Tensor) -> None:
         self._source = source
         self._param = param
+
+    @property
+    def _added_names(self) -> tuple[str, ...]:
+        return added_names(self._source)
 
     @property
     def _own(self) -> MutableMapping[str, Any]:
@@ -106,19 +79,19 @@ class ParamEntries(_View[str]):
         own = self._own
         if not layout.TAKEN.isdisjoint(own):
             layout.require_free_names(self._name(), own)
-        return iter((*own, *self._source.added))
+        return iter((*own, *self._added_names))
 
     def __len__(self) -> int:
-        return len(self._own) + len(self._source.added)
+        return len(self._own) + len(self._added_names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._source.added or name in self._own
+        return name in self._added_names or name in self._own
 
     def __getitem__(self, name: str) -> Any:
-        return self._added(name) if name in self._source.added else self._own[name]
+        return self._added(name) if name in self._added_names else self._own[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._source.added:
+        if name in self._added_names:
             self._write_added(name, value)
         elif self._param in self._source.state:
             self._own[name] = value
@@ -126,7 +99,7 @@ class ParamEntries(_View[str]):
             self._source.state[self._param] = {name: value}
 
     def __delitem__(self, name: str) -> None:
-        if name in self._source.added:
+        if name in self._added_names:
             raise UsageError(
                 f"optimizer.state of {self._name()!r} always has {name!r}, which cannot be deleted: it shows what the "
                 "optimizer holds elsewhere"
@@ -186,7 +159,7 @@ class StateView(_View[Any]):
         sources: of each optimizer.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[LiveState]) -> None:
         self._sources = list(sources)
 
     def __bool__(self) -> bool:
@@ -226,7 +199,8 @@ class StateView(_View[Any]):
         if not isinstance(key, Tensor) or not isinstance(value, Mapping):
             source.state[key] = value
             return
-        added = {name: entry for name, entry in value.items() if name in source.added}
+        names = added_names(source)
+        added = {name: entry for name, entry in value.items() if name in names}
         for name, entry in added.items():
             if name != layout.NUM_STATES:  # which follows from what is assigned
                 ParamEntries(source, key)[name] = entry
@@ -258,7 +232,9 @@ class StateView(_View[Any]):
         if isinstance(value, StateView):
             return value._sources[0].state
         [source] = self._sources
-        if not any(isinstance(entries, Mapping) and set(entries) & set(source.added) for entries in value.values()):
+        if not any(
+            isinstance(entries, Mapping) and set(entries) & set(added_names(source)) for entries in value.values()
+        ):
             return value
         own: defaultdict[Any, Any] = defaultdict(dict)
         taken = StateView([replace(source, state=own)])
@@ -266,12 +242,24 @@ class StateView(_View[Any]):
             taken[key] = entries
         return own
 
-    def _find(self, key: object) -> Source | None:
+    def _find(self, key: object) -> LiveState | None:
         """Return the source that has a parameter, or another key."""
         for source in self._sources:
-            if source.holds(key) if isinstance(key, Tensor) else key in source.state:
+            if _holds(source, key) if isinstance(key, Tensor) else key in source.state:
                 return source
         return None
+
+
+def added_names(source: LiveState) -> tuple[str, ...]:
+    """Return the names of the entries that are added to every parameter's."""
+    return (*layout.ADDED, *((layout.SHARD_START,) if source.main_params.is_sharded else ()))
+
+
+def _holds(source: LiveState, param: Tensor) -> bool:
+    """Return whether ``param`` is one of an optimizer's."""
+    if source.main_params.get(param) is not None or param in source.state:
+        return True
+    return any(param is one for group in source.param_groups for one in group["params"])
 
 
 def _are_equal(one: Tensor | None, other: Any) -> bool:

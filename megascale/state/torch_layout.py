@@ -17,7 +17,7 @@ ours goes into every parameter's state, next to the moments, as they carry that 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from megascale.main_params.shard import ParamShard
 from megascale.state.schema import EXTRA_STATE, SHARED_STATE, is_held_as_codes
 from megascale.step.result import COUNT_KEYS
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.nests import are_equal
+from megascale.utils.nests import are_equal, tensors_in
 from megascale.utils.param_names import renames
 
 TORCH_KEYS = ("state", "param_groups")
@@ -44,6 +44,8 @@ SHARED = {
 """What belongs to the optimizer, by its keys in our layout: the names of the copies that every parameter has here."""
 ADDED = (MAIN_PARAM, NUM_STATES, *SHARED["grad_scaler"].values(), *SHARED["step_counts"].values())
 SHARD_START = "shard_start"
+_COPIES = frozenset(ADDED) - {MAIN_PARAM}
+"""Torch's layout alone has these, ours their origins. Any other tensor is in both, and so is a write into it."""
 TAKEN = frozenset((*ADDED, SHARD_START))
 
 
@@ -62,18 +64,16 @@ class StateDict(dict[str, Any]):
 
     _torch_layout: dict[str, Any] | None = None
     _as_made: Any = None
-    """Both layouts, as torch's was made: :func:`_noted`."""
+    """Both layouts as torch's was made, by :func:`_noted`, and the tensors of both."""
 
     def __missing__(self, key: str) -> Any:
         if key not in TORCH_KEYS or not dict.__contains__(self, "optimizer"):
             raise KeyError(key)
         if self._torch_layout is None:
             torchs = self._torch_layout = to_torch_layout(self)
-            # Torch's alone has copies of the scaler's state and counts, ours their origins. Any other tensor is in
-            # both: what is written into it is written to both.
-            copies = {NUM_STATES, *(name for names in SHARED.values() for name in names.values())}
-            ours = {name: _noted(value, SHARED.get(name, ())) for name, value in dict.items(self)}
-            self._as_made = _noted(torchs, copies), ours
+            ours = dict(dict.items(self))
+            # With the tensors: no other has their ids then.
+            self._as_made = _noted(torchs, _COPIES), _noted_ours(ours), list(tensors_in([torchs, ours]))
         return self._torch_layout[key]
 
     # Whatever reads or writes this dict comes through one of these six.
@@ -123,10 +123,10 @@ class StateDict(dict[str, Any]):
         """Put torch's layout in the place of ours if it was written to. Raises StateDictError if both were."""
         if self._torch_layout is None:
             return
-        torchs, ours = self._as_made
-        if _is_as_noted(self._torch_layout, torchs):
+        torchs, ours, _ = self._as_made
+        if _noted(self._torch_layout, _COPIES) == torchs:
             return
-        if not _is_as_noted(dict(dict.items(self)), ours):
+        if _noted_ours(dict(dict.items(self))) != ours:
             raise StateDictError(
                 "state dict was written to in two layouts, below 'optimizer' or 'main_params' and below 'state' or "
                 "'param_groups': write to one of them, in a new state_dict()"
@@ -173,35 +173,16 @@ def require_one_layout(state_dict: Any) -> None:
             )
 
 
-class _NotedTensor(NamedTuple):
-    """A tensor, and how often torch had counted a write into it; None: writes into it do not count."""
-
-    tensor: Tensor
-    version: int | None
-
-
 def _noted(value: Any, counted: Collection[object], name: object = None) -> Any:
-    """Return a nest as it is now, for :func:`_is_as_noted`. ``counted``: names of tensors into which writes count."""
+    """Return what is equal as long as a nest has the same tensors and equal values.
+
+    ``counted``: names of tensors of which torch's count of writes is noted, too.
+    """
     if isinstance(value, Tensor):
-        return _NotedTensor(value, value._version if name in counted and not value.is_inference() else None)
+        return id(value), value._version if name in counted and not value.is_inference() else None
     if isinstance(value, Mapping):
         return {key: _noted(item, counted, key) for key, item in value.items()}
-    return [_noted(item, counted) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _is_as_noted(value: Any, noted: Any) -> bool:
-    """Return whether a nest has the same tensors and equal values as it had, and nothing was written that counts."""
-    if isinstance(noted, _NotedTensor):
-        return value is noted.tensor and (noted.version is None or value._version == noted.version)
-    if isinstance(noted, dict):
-        return (
-            isinstance(value, Mapping)
-            and value.keys() == noted.keys()
-            and all(_is_as_noted(value[key], before) for key, before in noted.items())
-        )
-    if isinstance(noted, list):
-        return isinstance(value, (list, tuple)) and len(value) == len(noted) and all(map(_is_as_noted, value, noted))
-    return value is noted or (type(value) is type(noted) and bool(value == noted))
+    return [_noted(item, counted) for item in value] if isinstance(value, (list, tuple)) else (type(value), value)
 
 
 @torch.inference_mode(mode=False)  # writes into the copies are counted
@@ -247,6 +228,10 @@ def _zero_dim(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.reshape(()).cpu()
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64, device="cpu")
+
+
+def _noted_ours(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _noted(value, SHARED.get(name, ())) for name, value in own.items()}
 
 
 def require_free_names(name: str, entries: Mapping[str, Any]) -> None:

@@ -78,24 +78,12 @@ class JoinedStates(MutableMapping[Any, Any]):
             holder.state.pop(key, None)
 
     def __iter__(self) -> Iterator[Any]:
-        seen: set[int] = set()
-        for path, holder in self.holders.items():
-            for key in list(holder.state):
-                if isinstance(key, Tensor):
-                    if id(key) not in seen:
-                        seen.add(id(key))
-                        yield key
-                else:
-                    yield f"{path}.{key}" if path else key
+        keys = ((path, key) for path, holder in self.holders.items() for key in holder.state)
+        named = (f"{path}.{key}" if path and not isinstance(key, Tensor) else key for path, key in keys)
+        return iter(list(dict.fromkeys(named)))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-    def replace(self, states: Mapping[Any, Any]) -> None:
-        """Hold ``states`` in place of all that is held."""
-        taken = {key: dict(value) if isinstance(key, Tensor) else value for key, value in states.items()}
-        self.clear()
-        self.update(taken)
 
 
 class JoinedEntries(MutableMapping[str, Any]):
@@ -106,15 +94,11 @@ class JoinedEntries(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         holder, own = self._states.place_of(name)
-        if self._param not in holder.state:
-            raise KeyError(name)
-        return holder.state[self._param][own]
+        return holder.state.get(self._param, {})[own]
 
     def __setitem__(self, name: str, value: Any) -> None:
         holder, own = self._states.place_of(name)
-        if self._param not in holder.state:
-            holder.state[self._param] = {}
-        holder.state[self._param][own] = value
+        holder.state.setdefault(self._param, {})[own] = value
 
     def __delitem__(self, name: str) -> None:
         holder, own = self._states.place_of(name)
@@ -122,8 +106,7 @@ class JoinedEntries(MutableMapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         for path, holder in self._states.holders.items():
-            for name in list(holder.state[self._param]) if self._param in holder.state else ():
-                yield f"{path}.{name}" if path else name
+            yield from [f"{path}.{name}" if path else name for name in holder.state.get(self._param, ())]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

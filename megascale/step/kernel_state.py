@@ -165,10 +165,10 @@ class KernelState:
                 self._check(param, entry, wanted, segments, fills=fills)
         # Values that lie in segments are cloned before any place is written: entries may have been exchanged.
         for _, entry, places, wanted in given:
-            for name in [name for name in entry if name in wanted or is_scale(name)]:
-                value, place = entry[name], places.get(name)
-                if isinstance(value, Tensor) and value is not place and _storage(value) in segments:
-                    entry[name] = place if place is not None and _is_at(value, place) else value.clone()
+            for name, value in entry.items():
+                is_new = (name in wanted or is_scale(name)) and value is not places.get(name)
+                if is_new and isinstance(value, Tensor) and _storage(value) in segments:
+                    entry[name] = value.clone()
         # Places are made for all at once, so that those of one name lie side by side, and before the first copy: where
         # there is no memory for them nothing has changed.
         made = self._make(given)
@@ -257,17 +257,6 @@ def _showing(entry: Mapping[str, Any], places: Mapping[str, Tensor]) -> dict[str
 def _storage(tensor: Tensor) -> int:
     """Return the address of a tensor's storage."""
     return held(tensor).untyped_storage().data_ptr()
-
-
-def _is_at(value: Tensor, place: Tensor) -> bool:
-    """Return whether ``value`` is the tensor at a place, as another object."""
-    one, other = held(value), held(place)
-    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
-        other.data_ptr(),
-        other.dtype,
-        other.shape,
-        other.stride(),
-    )
 
 
 def _count(entry: Mapping[str, Any], device: torch.device) -> Tensor | None:

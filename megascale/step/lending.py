@@ -48,6 +48,23 @@ def holders_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimi
     return found
 
 
+def put_back(
+    holder: torch.optim.Optimizer,
+    attributes: Mapping[str, Any],
+    state: Mapping[Any, Any],
+    groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]],
+) -> None:
+    """Give an optimizer its attributes, its state and its groups, each with its options, in the same dicts again."""
+    vars(holder).update(attributes)
+    holder.state.clear()
+    holder.state.update(state)
+    holder.param_groups[:] = [group for group, _ in groups]
+    for group, options in groups:
+        params = group["params"]
+        group.clear()
+        group.update({"params": params, **options})
+
+
 def _param_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
 

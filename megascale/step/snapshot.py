@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megascale.main_params.main_param import MainParam
-from megascale.step.lending import holders_of
+from megascale.step.lending import holders_of, put_back
 from megascale.utils.dtensors import held, to_local
 
 
@@ -40,7 +40,10 @@ class Snapshot:
                 holder,
                 dict(vars(holder)),
                 self._copied(dict(holder.state)),
-                [(group, self._copied(_options(group))) for group in holder.param_groups],
+                [
+                    (group, self._copied({name: value for name, value in group.items() if name != "params"}))
+                    for group in holder.param_groups
+                ],
             )
             for holder in holders_of(optimizer).values()
         ]
@@ -49,14 +52,7 @@ class Snapshot:
         """Put all of it back. Model params must be in param groups, and keys of the state."""
         for holder, attributes, state, groups in self._holders:
             vars(holder).clear()
-            vars(holder).update(attributes)
-            holder.state.clear()
-            holder.state.update(state)
-            holder.param_groups[:] = [group for group, _ in groups]
-            for group, options in groups:
-                params = group["params"]
-                group.clear()
-                group.update(options, params=params)
+            put_back(holder, attributes, state, groups)
         for tensor, memory, values in self._saved.values():
             memory.copy_(values)
             if to_local(tensor).data_ptr() != memory.data_ptr():
@@ -80,7 +76,3 @@ class Snapshot:
         if id(tensor) not in self._saved:
             memory = to_local(tensor)
             self._saved[id(tensor)] = _Saved(tensor, memory, memory.clone())
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
