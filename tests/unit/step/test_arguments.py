@@ -350,7 +350,7 @@ def test_an_optimizer_built_on_meta_parameters_trains_nothing(dtype: torch.dtype
             early.state_dict: (),
             early.load_state_dict: ({},),
             early.reload_model_params: (),
-            early.live_state: (),
+            early.live_states: (),
         }
         for call, arguments in calls.items():
             with pytest.raises(UsageError, match=r"built while its parameters were on the meta .*to_empty\(device"):
