@@ -44,9 +44,14 @@ def _die_in_backward(victim: int, at_step: int, overlap: bool) -> Any:
     ("world", "victim", "overlap"), [(2, 1, True), pytest.param(4, 2, False, marks=pytest.mark.slow)]
 )
 def test_rank_killed_in_backward(ranks: RankPool, world: int, victim: int, overlap: bool) -> None:
-    """SIGKILL with buckets in flight: every other rank raises within the process group's timeout, at that very step."""
+    """SIGKILL with buckets in flight: every other rank raises within the process group's timeout, at that very step.
+
+    A rank whose message is of the one that died hears of it at once. Another one may wait for a rank that has heard of
+    it, and sends nothing more: that ends with the timeout, or with the process, which a launcher ends.
+    """
     with ranks.spawn(world, _die_in_backward, victim, 3, overlap) as fresh:
         outcomes = fresh.outcomes(timeout=GLOO_TIMEOUT_S + 20, grace=GLOO_TIMEOUT_S + 5)
+    taken = []
     for outcome in outcomes:
         if outcome.rank == victim:
             assert "died with exit code -9" in (outcome.error or "")
@@ -56,4 +61,6 @@ def test_rank_killed_in_backward(ranks: RankPool, world: int, victim: int, overl
         # With the gather running on, a rank may hear of it at its next forward.
         assert step in ((3, 4) if overlap else (3,))
         assert error != LAST_WORDS
-        assert seconds < GLOO_TIMEOUT_S / 2, "gloo tells of a lost connection at once"
+        taken.append(seconds)
+    assert min(taken) < GLOO_TIMEOUT_S / 2, "gloo tells of a lost connection at once"
+    assert max(taken) < GLOO_TIMEOUT_S + 15
