@@ -158,9 +158,10 @@ def test_kept_modules_compute_in_fp32() -> None:
     assert logits.dtype == FP32
 
 
-def test_a_tied_parameter_is_kept_where_one_of_its_modules_is() -> None:
-    """The head's weight is the embedding's, whose results are cast for the next layer."""
-    model = cast_model(Gpt(), FP16, keep="head")
+@pytest.mark.parametrize("keep", ["head", "head.weight"])
+def test_a_tied_parameter_is_kept_where_one_of_its_modules_is(keep: str) -> None:
+    """By either of its names. The head's weight is the embedding's, whose results are cast for the next layer."""
+    model = cast_model(Gpt(), FP16, keep=keep)
     assert model.embed.weight is model.head.weight
     assert model.head.weight.dtype == FP32
     assert model.embed(TOKENS).dtype == FP16
