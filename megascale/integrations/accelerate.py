@@ -286,7 +286,7 @@ class Accelerator(accelerate.Accelerator):
         unsharded = prepared.optimizer
         if isinstance(unsharded, UnshardedOptimizer):
             self._optimizers.remove(prepared)  # what it is compared with are the others
-            prepared.optimizer = unsharded.wrapped()
+            prepared.optimizer = unsharded.wrap(unsharded.optimizer)
             check_fits(self, prepared.optimizer)
             self._optimizers.append(prepared)
 

@@ -22,7 +22,6 @@ class PreparedOptimizer(SkipOnDevice):
 
     def __init__(self, optimizer: "MegascaleOptimizer | UnshardedOptimizer") -> None:
         super().__init__(optimizer, None, device_placement=False)
-        self._is_ready = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self.optimizer!r}"
@@ -33,19 +32,18 @@ class PreparedOptimizer(SkipOnDevice):
         Returns:
             The norm of the unscaled, unclipped gradients: fp32, 0-d, on the device, non-finite where they were.
         """
-        if self._is_ready:
+        if self.optimizer.decision is not None:
             raise UsageError(
                 "this step's gradients are clipped already: call clip_grad_norm_() once a step, before "
                 "clip_grad_value_(), and optimizer.step() after them"
             )
         norm: Tensor = self.optimizer.clip_grad_norm_(min(max_norm, self.optimizer.clip_grad or torch.inf))
-        self._is_ready = True
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp the unscaled gradients, after any clipping by norm."""
         validate.positive("clip_value", clip_value)
-        if not self._is_ready:
+        if self.optimizer.decision is None:
             self.prepare_grads(torch.inf)
         self.optimizer.clip_grad_value_(clip_value)
 
@@ -57,38 +55,14 @@ class PreparedOptimizer(SkipOnDevice):
         """
         if not self.gradient_state.sync_gradients:
             return None
-        result: StepResult
-        if closure is None and self._is_ready:
-            self._is_ready = False
-            result = _step_with_ready_grads(self.optimizer)
-        else:
-            result = self.optimizer.step(closure)
+        result: StepResult = self.optimizer.step(closure)
         self._found_inf = ~result.success
         return result
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """At the end of an accumulation, drop all gradients and any step that was begun but not taken."""
-        super().zero_grad(set_to_none)
-        if self.gradient_state.sync_gradients:
-            self._is_ready = False
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; see :meth:`MixedPrecisionOptimizer.load_state_dict`."""
-        super().load_state_dict(state_dict)
-        self._is_ready = False
 
     def trains(self) -> set[int]:
         """Return the ids of the parameters that this optimizer updates."""
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return {id(param) for param in params if param.requires_grad}
-
-
-@torch.optim.Optimizer.profile_hook_step
-def _step_with_ready_grads(optimizer: MegascaleOptimizer) -> StepResult:
-    """Second half of a step, with the step hooks that ``step()`` would call."""
-    # An LR scheduler's patch of step() would have set this.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-    return optimizer.step_with_ready_grads()
 
 
 class UnshardedOptimizer(torch.optim.Optimizer):
@@ -109,12 +83,8 @@ class UnshardedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
         self.grad_scaler = None
-        self._wrap = wrap
+        self.wrap = wrap
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Raise UsageError: the optimizer that trains is made by ``accelerator.prepare``."""
         raise UsageError("prepare the optimizer together with its model: accelerator.prepare(model, optimizer)")
-
-    def wrapped(self) -> MegascaleOptimizer:
-        """Return the optimizer that trains."""
-        return self._wrap(self.optimizer)

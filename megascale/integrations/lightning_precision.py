@@ -122,7 +122,13 @@ class PrecisionRecipe(Base):
         scaler = build_grad_scaler(self.config) if self._given_scaler is None else self._given_scaler
         module = model.module if isinstance(model, DistributedDataParallel) else model
         named = list(module.named_parameters())
-        connected = [self._wrapped(optimizer, scaler, named) for optimizer in optimizers]
+        connected = [
+            optimizer
+            # Without param groups it is Lightning's stand-in: configure_optimizers returned None.
+            if isinstance(optimizer, MegascaleOptimizer) or not optimizer.param_groups
+            else MixedPrecisionOptimizer(optimizer, self.config, scaler, groups=self._groups, named_parameters=named)
+            for optimizer in optimizers
+        ]
         self._optimizers = [optimizer for optimizer in connected if isinstance(optimizer, MegascaleOptimizer)]
         for optimizer in self._optimizers:
             _move_main_params(optimizer)
@@ -135,17 +141,6 @@ class PrecisionRecipe(Base):
         self._waiting = []
         self._clippings.clear()
         return super().connect(model, connected, lr_schedulers)
-
-    def _wrapped(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scaler: MegatronGradScaler | None,
-        named: list[tuple[str, nn.Parameter]],
-    ) -> torch.optim.Optimizer:
-        # Without param groups it is Lightning's stand-in: configure_optimizers returned None.
-        if isinstance(optimizer, MegascaleOptimizer) or not optimizer.param_groups:
-            return optimizer
-        return MixedPrecisionOptimizer(optimizer, self.config, scaler, groups=self._groups, named_parameters=named)
 
     def teardown(self) -> None:
         """Move main params with the module, which Lightning moves to the CPU: a Trainer may still save a checkpoint."""
@@ -217,8 +212,7 @@ class PrecisionRecipe(Base):
             raise UsageError(
                 f"optimizer.step() was given {', '.join(sorted(kwargs))}; MixedPrecisionOptimizer.step() takes none"
             )
-        closure_result = closure()
-        self._after_closure(model, optimizer)
+        closure_result = self._wrap_closure(model, optimizer, closure)
         clipping = self._clippings.pop(id(optimizer), Clipping())
         if closure_result is None and model.automatic_optimization:
             return None
@@ -226,7 +220,13 @@ class PrecisionRecipe(Base):
             self._waiting.remove(optimizer)
         # In manual optimization this is inside the training step's context.
         with _DefaultDtype(torch.float32), torch.autocast(self._device_type, enabled=False):
-            return _step(optimizer, clipping)
+            if clipping.norm is not None:
+                optimizer.clip_grad_norm_(clipping.norm)
+            if clipping.value is not None:
+                if clipping.norm is None:
+                    optimizer.prepare_grads()
+                optimizer.clip_grad_value_(clipping.value)
+            return optimizer.step()
 
     def last_result(self, optimizer: Any) -> StepResult | None:
         """Return the result of the last step of ``optimizer``, as device tensors; None before its first."""
@@ -348,26 +348,3 @@ def _fingerprints(optimizer: Any) -> list[tuple[int, int]]:
     """Return, for each gradient, a key that changes when it is written or replaced."""
     grads = [to_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return [(grad.data_ptr(), grad._version) for grad in grads]
-
-
-def _step(optimizer: MegascaleOptimizer, clipping: Clipping) -> StepResult:
-    """Take a step with this clipping instead of the optimizer's own."""
-    own = optimizer.clip_grad
-    if clipping.norm is not None:
-        optimizer.clip_grad = clipping.norm
-    try:
-        if clipping.value is None:
-            return optimizer.step()
-        return _step_clipped_by_value(optimizer, clipping.value)
-    finally:
-        optimizer.clip_grad = own
-
-
-@torch.optim.Optimizer.profile_hook_step
-def _step_clipped_by_value(optimizer: MegascaleOptimizer, value: float) -> StepResult:
-    """Run ``optimizer.step()`` in two halves, with the step hooks that ``step()`` would call."""
-    optimizer.prepare_grads()
-    optimizer.clip_grad_value_(value)
-    # An LR scheduler's patch of step() would have set this.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-    return optimizer.step_with_ready_grads()
