@@ -56,8 +56,6 @@ class LocalGrads:
     A Partial DTensor gradient is first replaced by the reduced one, an fp16 sparse one by the coalesced one, as
     duplicates may add up to inf. Of a sparse gradient the values count.
 
-    A gradient whose bytes are not its values (torch's negative bit) is replaced by a copy.
-
     Args:
         optimizer: whose gradients.
         coalesced: for a norm: sparse gradients are coalesced, and their values may be copies.
@@ -80,7 +78,6 @@ class LocalGrads:
         read = {key: _read(optimizer, key, groups) for key, groups in plain.items()}
         if None in read.values():
             _require_memory(optimizer)
-            read = {key: _read(optimizer, key, groups) for key, groups in plain.items()}
         for param, grad in others:
             self.are_aliases &= not (coalesced and grad.is_sparse)
             location, values = _located(param, grad, coalesced)

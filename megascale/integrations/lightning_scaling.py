@@ -33,9 +33,7 @@ class PerBatchScaler(MegatronGradScaler):
 
     scale = _of_scaler("scale")
     live_scale = _of_scaler("live_scale")
-    inv_scale = _of_scaler("inv_scale")
     lowest_scale = _of_scaler("lowest_scale")
-    device = _of_scaler("device")
     needs_scaled_loss = _of_scaler("needs_scaled_loss")
     times_asked = _of_scaler("times_asked")
     settings = _of_scaler("settings")

@@ -82,8 +82,11 @@ class MegatronSurface:
 
     def step(self) -> MegatronStepResult:
         """Take one step, or skip it on every rank alike. One host read."""
-        self.optimizer.prepare_grads()
-        return self._on_host(self.optimizer.step_with_ready_grads())
+        result = self.optimizer.step()
+        success, norm, zeros = torch.stack([value.double() for value in result]).tolist()
+        if not success:
+            return MegatronStepResult(False, None, None)
+        return MegatronStepResult(True, norm, int(zeros) if self.config.log_num_zeros_in_grad else None)
 
     def prepare_grads(self) -> bool:
         """First half of a step: True if the step is skipped; the second half may then be left out. One host read."""
@@ -92,12 +95,6 @@ class MegatronSurface:
     def step_with_ready_grads(self) -> bool:
         """Second half of a step: True if it landed. One host read. Clipping is part of it."""
         return bool(self.optimizer.step_with_ready_grads().success)
-
-    def _on_host(self, result: tuple[Tensor, Tensor, Tensor]) -> MegatronStepResult:
-        success, norm, zeros = torch.stack([value.double() for value in result]).tolist()
-        if not success:
-            return MegatronStepResult(False, None, None)
-        return MegatronStepResult(True, norm, int(zeros) if self.config.log_num_zeros_in_grad else None)
 
     # The loss
 

@@ -1,8 +1,8 @@
 """From Megatron-Core's ``OptimizerConfig`` to ours, by field names: nothing of Megatron is imported."""
 
 import math
-from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -179,40 +179,30 @@ def _refuse_unknown(config: Any) -> None:
     of_megatron = [kind for kind in type(config).__mro__ if _is_megatrons(kind)][-1]
     judged = set(KNOWN)
     for kind in (of_megatron, type(config)):
-        unknown = [field for field in fields(kind) if field.name not in judged]
-        judged.update(field.name for field in unknown)
-        changed = [field for field in unknown if not _same(_value(config, field), _default(field))]
-        untouched = _untouched(kind, config) if changed else None
-        for field in changed:
-            value, left = _value(config, field), _default(field) if untouched is None else _value(untouched, field)
+        untouched = _untouched(kind, config)
+        for name in [field.name for field in fields(kind) if field.name not in judged]:
+            judged.add(name)
+            value, left = getattr(config, name, MISSING), getattr(untouched, name, MISSING)
             if not _same(value, left):
                 remedy = "pass a megascale.OptimizerConfig" if left is MISSING else f"leave it at {left!r}"
                 raise ArgumentError(
-                    f"config.{field.name} is {value!r}, which megascale does not do; megascale does not know this "
-                    f"field: {remedy}"
+                    f"config.{name} is {value!r}, which megascale does not do; megascale does not know this field: "
+                    f"{remedy}"
                 )
 
 
 def _untouched(kind: type[Any], config: Any) -> Any:
-    """Return the ``kind`` with the known fields of ``config`` and no other: None where that cannot be built.
+    """Return the ``kind`` with the known fields of ``config`` and no other.
 
     Its ``__post_init__`` may compute a field from others: such a field differs from its default, and nobody set it.
+    Where it cannot be built: the declared defaults, MISSING where there is none.
     """
     known = {field.name: getattr(config, field.name) for field in fields(kind) if field.init and field.name in KNOWN}
     try:
         return kind(**known)
     except Exception:  # its own checks, as for a library that is not installed, or a field without a default
-        return None
-
-
-def _value(config: Any, field: "Field[Any]") -> Any:
-    return getattr(config, field.name, MISSING)
-
-
-def _default(field: "Field[Any]") -> Any:
-    """Return the declared default, anew if a factory makes it; MISSING if there is none."""
-    factory: Callable[[], Any] | Any = field.default_factory
-    return field.default if factory is MISSING else factory()
+        by_factory = {f.name: f.default_factory() for f in fields(kind) if f.default_factory is not MISSING}
+        return SimpleNamespace(**{f.name: f.default for f in fields(kind)} | by_factory)
 
 
 def _same(value: Any, default: Any) -> bool:
@@ -224,17 +214,13 @@ def _same(value: Any, default: Any) -> bool:
         return True
     if isinstance(value, Tensor) and isinstance(default, Tensor):
         return torch.equal(value, default)
-    if type(value) is type(default) and hasattr(value, "__dict__") and not _compares(type(value)):
+    has_equality = type(value).__eq__ is not object.__eq__  # type: ignore[comparison-overlap]
+    if type(value) is type(default) and hasattr(value, "__dict__") and not has_equality:
         return _same(vars(value), vars(default)) and not callable(value)
     try:
         return bool(value == default) or bool(value != value and default != default)
     except (TypeError, ValueError, RuntimeError):
         return False
-
-
-def _compares(kind: type) -> bool:
-    """Return whether ``kind`` defines an equality of its own."""
-    return any("__eq__" in vars(base) for base in kind.__mro__ if base is not object)
 
 
 def _translated(config: Any) -> dict[str, Any]:

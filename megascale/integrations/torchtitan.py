@@ -103,9 +103,10 @@ class ScaledLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Return the loss and its metrics."""
         loss, metrics = self.loss_fn(*args, **kwargs)
-        if not loss.requires_grad:
-            return loss, metrics
-        return _ScaledGradient.apply(loss, self.optimizer.get_loss_scale()), metrics
+        if loss.requires_grad:
+            scale = self.optimizer.get_loss_scale().reshape(()).to(loss.dtype)
+            loss.register_hook(lambda grad: grad * scale)
+        return loss, metrics
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loss_fn, name)
@@ -157,19 +158,3 @@ class MegascaleTrainer(titan.Trainer):
 
         with replaced(titan.dist_utils, "clip_grad_norm_", clip):  # it has no hook
             return super().train_step(*args, **kwargs)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a scale."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
-        """Return the loss."""
-        ctx.save_for_backward(scale)
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Return the scaled gradient."""
-        [grad], [scale] = grads, ctx.saved_tensors
-        return grad * scale.reshape(()).to(grad.dtype), None

@@ -182,18 +182,16 @@ def adopt(trainer: T, **options: Any) -> T:
         _cast(trainer.model, chosen.dtype)
     adopted: Any = trainer
     adopted._megascale = chosen
-    adopted.__class__ = _mixed(type(adopted))
+    cls = type(adopted)
+    adopted.__class__ = type(
+        cls.__name__, (MegascaleTrainer, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    )
     return trainer
 
 
 def options_of(given: Mapping[str, Any]) -> NamedOptions:
     """Check options that stand beside TrainingArguments; see :meth:`NamedOptions.of`."""
     return NamedOptions.of(given, "TrainingArguments", FROM_ARGUMENTS)
-
-
-def _mixed(cls: type) -> type:
-    """Return ``cls`` with MegascaleTrainer before it, under its own name."""
-    return type(cls.__name__, (MegascaleTrainer, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def _adopt_accelerator(trainer: Any, options: NamedOptions) -> None:

@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -54,21 +55,6 @@ FROM_VERL = {
 _GROWTH_INTERVAL = 400  # of verl's own scaler
 
 
-class LossScale:
-    """What verl calls a scaler, for an optimizer that scales by itself: verl multiplies losses by it, no more.
-
-    Args:
-        optimizer: with a grad scaler or without.
-    """
-
-    def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
-        self.optimizer = optimizer
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss."""
-        return self.optimizer.scale_loss(loss)
-
-
 class MegascaleEngine:
     """A mixin before an FSDP engine of verl's: see :mod:`megascale.integrations.verl`."""
 
@@ -88,7 +74,7 @@ class MegascaleEngine:
         engine: Any = self
         self._check_precision(module)
         sharded: nn.Module = super()._build_fsdp_module(module)  # type: ignore[misc]
-        if self.scaler is not None and not _has_16_bits(sharded):  # else LossScale takes its place
+        if self.scaler is not None and not _has_16_bits(sharded):  # else _build_optimizer() sets it
             self.scaler = self._options().autocast_scaler(
                 get_device_name(),
                 "set model_dtype: fp16",
@@ -108,7 +94,7 @@ class MegascaleEngine:
         wrapped = MixedPrecisionOptimizer(
             optimizer, own, build_grad_scaler(own), named_parameters=module.named_parameters()
         )
-        self.scaler = LossScale(wrapped)
+        self.scaler = SimpleNamespace(scale=wrapped.scale_loss)  # verl multiplies losses by it, no more
         return wrapped
 
     def optimizer_step(self) -> float:
