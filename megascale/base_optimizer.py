@@ -206,7 +206,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         return self.recipe.scale_loss(loss)
 
     def get_loss_scale(self) -> Tensor:
-        """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
+        """Return the current scale: fp32, 0-d, on the device; 1 without a scaler."""
         return self.recipe.get_loss_scale()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

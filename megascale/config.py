@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ MOMENT_DTYPES = {
     FIRST: (*STATE_DTYPES, FIRST_DTYPE),
     SECOND: (*STATE_DTYPES, SECOND_DTYPE),
 }
+COMPACT_STATE: dict[str, Any] = {FIRST: FIRST_DTYPE, SECOND: SECOND_DTYPE, "store_param_remainders": True}
+"""What ``compact_state=True`` stands for."""
 
 
 def _checked(default: Any, check: Callable[..., Any], *, scaler: str = "", **bounds: Any) -> Any:
@@ -77,7 +79,18 @@ class StepConfig(DecisionConfig):
             raise ArgumentError("optimizer_offload_fraction needs optimizer_cpu_offload=True: nothing goes to the host")
         if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
             raise ArgumentError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True: nothing travels")
-        check_moment_dtypes(self)
+        for name, dtypes in MOMENT_DTYPES.items():
+            given = getattr(self, name)
+            dtype = getattr(torch, given, given) if isinstance(given, str) else given
+            if dtype not in dtypes:
+                raise ArgumentError(f"{name} must be one of {', '.join(map(str, dtypes))}, got {given!r}")
+            object.__setattr__(self, name, dtype)  # the class is frozen
+        if (self.exp_avg_dtype, self.exp_avg_sq_dtype) == (torch.int8, torch.float16):
+            raise ArgumentError(
+                "exp_avg_dtype=torch.int8 holds first moments as parts of the second ones' roots, and these are inf or "
+                "0 in exp_avg_sq_dtype=torch.float16 where gradients are large or small; give "
+                "exp_avg_sq_dtype=torch.uint8, torch.bfloat16 or torch.float32"
+            )
         if self.muon_ns_dtype not in muon.NS_DTYPES:
             raise ArgumentError(
                 f"muon_ns_dtype must be torch.bfloat16, torch.float32 or None, got {self.muon_ns_dtype!r}"
@@ -104,7 +117,8 @@ class OptimizerConfig(StepConfig):
         fp16: Whether 16-bit parameters and gradients are fp16; then a grad scaler is required. Default: False.
         bf16: Whether 16-bit parameters and gradients are bf16; then a grad scaler is optional. Both False: all
             parameters are fp32. Default: False.
-        loss_scale: A constant loss scale. None: dynamic for fp16, none for bf16 and fp32. Default: None.
+        loss_scale: A constant loss scale. None, or DeepSpeed's 0: dynamic for fp16, none for bf16 and fp32. Default:
+            None.
         initial_loss_scale: First value of the dynamic loss scale. Default: 2.0**16.
         min_loss_scale: The dynamic loss scale never falls below it. Default: 1.0.
         max_loss_scale: The dynamic loss scale never grows above it (megascale's). None: as long as fp32 holds
@@ -138,9 +152,11 @@ class OptimizerConfig(StepConfig):
         backend: Kernels (megascale's): a name of :data:`megascale.config.BACKENDS`. "auto": the environment
             variable MEGASCALE_BACKEND, else what is fastest here, see :func:`megascale.kernels.select_backend`.
             Default: "auto".
-        exp_avg_dtype: Dtype of Adam's and Lion's first moment and of SGD's momentum buffer: float32, bfloat16 or
-            float16; of Adam's and AdamW's int8, too. Arithmetic is fp32; fp64 parameters keep fp64 moments. int8,
-            and uint8 for the second moment, are codes (megascale's), see
+        compact_state: 8-bit moments and 16-bit remainders: the three fields that follow, as torch.int8, torch.uint8
+            and True (megascale's). Default: False.
+        exp_avg_dtype: Dtype, or its name, of Adam's and Lion's first moment and of SGD's momentum buffer: float32,
+            bfloat16 or float16; of Adam's and AdamW's int8, too. Arithmetic is fp32; fp64 parameters keep fp64
+            moments. int8, and uint8 for the second moment, are codes (megascale's), see
             :mod:`megascale.kernels.compact_moments`. Default: torch.float32.
         exp_avg_sq_dtype: Dtype of Adam's second moment. bfloat16 cannot follow changes below 0.4%, which
             beta2=0.999 makes; float16 loses gradients below 2.4e-4. Measure before you train with either. uint8
@@ -169,8 +185,8 @@ class OptimizerConfig(StepConfig):
             but float32 on a CPU that has neither AVX512-BF16 nor AMX. Default: None.
 
     Attributes: The optimizer, which build_optimizer makes
-        optimizer: "adam" (AdamW where ``decoupled_weight_decay``), "sgd", "lion", or "muon": hidden matrices by
-            Muon, all else by adam, in one ChainedOptimizer. Default: "adam".
+        optimizer: "adam" (AdamW where ``decoupled_weight_decay``, and so "adamw" is the same), "sgd", "lion", or
+            "muon": hidden matrices by Muon, all else by adam, in one ChainedOptimizer. Default: "adam".
         lr: Learning rate. build_optimizer requires it. Default: None.
         weight_decay: Weight decay. build_optimizer exempts biases and the parameters of norm layers. Default:
             0.01.
@@ -233,8 +249,21 @@ class OptimizerConfig(StepConfig):
     muon_adjust_lr_fn: str = _checked("original", validate.one_of, choices=muon.ADJUST_LR_FNS)
     muon_adam_lr: float | None = _checked(None, validate.non_negative)
 
-    def __post_init__(self) -> None:
+    compact_state: InitVar[bool] = False
+
+    def __post_init__(self, compact_state: bool) -> None:
+        # Other libraries' words become ours first, so that checks, ranks and messages know one only.
+        if self.loss_scale == 0 and self.loss_scale is not False:
+            object.__setattr__(self, "loss_scale", None)
+        if self.optimizer == "adamw" and self.decoupled_weight_decay:
+            object.__setattr__(self, "optimizer", "adam")
         super().__post_init__()
+        for name, value in COMPACT_STATE.items() if validate.flag("compact_state", compact_state) else ():
+            if getattr(self, name) not in (value, getattr(OptimizerConfig, name)):
+                raise ArgumentError(
+                    f"compact_state=True sets {name}={value}, got {getattr(self, name)!r}; leave one of them out"
+                )
+            object.__setattr__(self, name, value)
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise ArgumentError("overlap_param_gather=True needs use_distributed_optimizer=True: nothing is gathered")
         if self.fp16 and self.bf16:
@@ -254,16 +283,3 @@ class OptimizerConfig(StepConfig):
 
 SCALER_FIELDS = {one.name: one.metadata["scaler"] for one in fields(OptimizerConfig) if one.metadata.get("scaler")}
 """The fields that say what the scaler is, and the scaler's argument and attribute for each."""
-
-
-def check_moment_dtypes(options: Any) -> None:
-    """Raise ArgumentError for ``exp_avg_dtype`` or ``exp_avg_sq_dtype`` of ``options`` that no moment may have."""
-    for name, dtypes in MOMENT_DTYPES.items():
-        if getattr(options, name) not in dtypes:
-            raise ArgumentError(f"{name} must be one of {', '.join(map(str, dtypes))}, got {getattr(options, name)!r}")
-    if (options.exp_avg_dtype, options.exp_avg_sq_dtype) == (torch.int8, torch.float16):
-        raise ArgumentError(
-            "exp_avg_dtype=torch.int8 holds first moments as parts of the second ones' roots, and these are inf or 0 "
-            "in exp_avg_sq_dtype=torch.float16 where gradients are large or small; give exp_avg_sq_dtype=torch.uint8, "
-            "torch.bfloat16 or torch.float32"
-        )

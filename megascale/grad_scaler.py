@@ -198,7 +198,7 @@ class DynamicGradScaler(MegatronGradScaler):
             "clean_step" (by every clean step, so that it counts overflows in a row; apex, DeepSpeed's consecutive
             mode).
         device: where the state lives; see :class:`MegatronGradScaler`.
-        init_scale: torch.amp's name of ``initial_scale``, in whose place it is taken.
+        init_scale: torch.amp's name of ``initial_scale``; both together are an error.
 
     Raises:
         ArgumentError, ArgumentTypeError: naming the argument and its value.
@@ -206,7 +206,7 @@ class DynamicGradScaler(MegatronGradScaler):
 
     def __init__(
         self,
-        initial_scale: float = OptimizerConfig.initial_loss_scale,
+        initial_scale: float | None = None,
         min_scale: float = OptimizerConfig.min_loss_scale,
         growth_factor: float = OptimizerConfig.loss_scale_growth_factor,
         backoff_factor: float = OptimizerConfig.loss_scale_backoff_factor,
@@ -218,7 +218,10 @@ class DynamicGradScaler(MegatronGradScaler):
         device: torch.device | str | None = None,
         init_scale: float | None = None,
     ) -> None:
-        super().__init__(initial_scale if init_scale is None else init_scale, device=device)
+        given = [value for value in (initial_scale, init_scale) if value is not None]
+        if len(given) > 1:
+            raise ArgumentError("initial_scale and init_scale are one argument under two names; give one of them")
+        super().__init__(*(given or [OptimizerConfig.initial_loss_scale]), device=device)
         self.min_scale = validate.scale("min_scale", min_scale)
         self.max_scale = validate.LARGEST_SCALE if max_scale is None else validate.scale("max_scale", max_scale)
         if not self.min_scale <= self.initial_scale <= self.max_scale:

@@ -6,12 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from megascale.base_optimizer import MegascaleOptimizer
-from megascale.utils import validate
 from megascale.utils.collectives import meet
 from megascale.utils.dtensors import is_dtensor
 from megascale.utils.param_names import bare
-
-DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 
 @torch.no_grad()
@@ -44,35 +41,3 @@ def rollout_weights(
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         yield bare(name), tensor
-
-
-def rollout_buckets(
-    model: nn.Module,
-    optimizer: MegascaleOptimizer | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> Iterator[dict[str, Tensor]]:
-    """Yield :func:`rollout_weights` in dicts of at most ``bucket_bytes`` bytes, for a broadcast to an engine.
-
-    A tensor that is larger has a dict of its own. Only one dict's tensors need memory at a time.
-
-    Args:
-        model, optimizer, dtype: see :func:`rollout_weights`.
-        bucket_bytes: at least 1.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: for another ``bucket_bytes``.
-    """
-    limit = validate.integer("bucket_bytes", bucket_bytes, minimum=1)
-    bucket: dict[str, Tensor] = {}
-    held = 0
-    for name, tensor in rollout_weights(model, optimizer, dtype=dtype):
-        size = tensor.numel() * tensor.element_size()
-        if bucket and held + size > limit:
-            yield bucket
-            bucket, held = {}, 0
-        bucket[name] = tensor
-        held += size
-    if bucket:
-        yield bucket

@@ -70,7 +70,7 @@ SCALERS = _of(
     ArgumentError,
     SCALER,
     [
-        *(({"initial_scale": value}, "initial_scale must be") for value in NUMBERS),
+        *(({"initial_scale": value}, "initial_scale must be") for value in NUMBERS if value is not None),
         *(({name: 0.0}, f"{name} must be") for name in ("min_scale", "max_scale", "growth_factor", "backoff_factor")),
         *(({"growth_interval": value}, "growth_interval must be") for value in INTEGERS),
         ({"hysteresis": 0}, "hysteresis must be"),
@@ -132,7 +132,7 @@ CONFIGS = _of(
         ({"fp16": 1}, "fp16 must be True or False"),
         *(({one.name: 1}, f"{one.name} must be True or False") for one in fields(OptimizerConfig) if one.type is bool),
         ({"fp16": True, "bf16": True}, "fp16 and bf16 are both True; choose one"),
-        *(({"loss_scale": value}, "loss_scale must be") for value in (True, 0, -1.0, math.nan, math.inf, "8", 1e-40)),
+        *(({"loss_scale": value}, "loss_scale must be") for value in (False, -1.0, math.nan, math.inf, "8", 1e-40)),
         *(({name: 0}, f"{name} must be") for name in ("initial_loss_scale", "min_loss_scale", "max_loss_scale")),
         *(({name: 0}, f"{name} must be") for name in ("loss_scale_window", "hysteresis")),
         ({"min_loss_scale": 2.0**17}, "must hold, got 131072.0 <= 65536.0"),
@@ -146,7 +146,11 @@ CONFIGS = _of(
             {"backend": "fast"},
             "backend must be one of 'auto', 'reference', 'torch',",
         ),
-        ({"optimizer": "adamw"}, "optimizer must be one of 'adam', 'sgd', 'lion', 'muon', got 'adamw'"),
+        ({"compact_state": True, "exp_avg_dtype": torch.bfloat16}, "compact_state=True sets exp_avg_dtype=torch.int8"),
+        (
+            {"optimizer": "adamw", "decoupled_weight_decay": False},
+            "optimizer must be one of 'adam', 'sgd', 'lion', 'muon', got 'adamw'",
+        ),
         *(
             ({name: -1.0}, f"{name} must be 0 or more")
             for name in ("lr", "weight_decay", "sgd_momentum", "muon_momentum", "muon_adam_lr")

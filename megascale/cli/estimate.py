@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megascale.config import COMPACT_STATE
 from megascale.errors import ArgumentError
 from megascale.estimation import AS_IS, OPTIMIZERS, PRECISIONS, SHARDINGS, Estimate, Setup, estimate
 
@@ -29,12 +30,9 @@ GPUS = {
     **{"v100": 32, "v100-16": 16, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32},
 }
 """Memory of a card in GB, as its maker names it."""
-COMPACT: dict[str, Any] = {
-    "store_param_remainders": True, "exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8
-}  # fmt: skip
 SMALLER: dict[str, dict[str, Any]] = {
     "": {},
-    "--store-param-remainders --exp-avg-dtype int8 --exp-avg-sq-dtype uint8": COMPACT,
+    "--store-param-remainders --exp-avg-dtype int8 --exp-avg-sq-dtype uint8": COMPACT_STATE,
     "--optimizer-cpu-offload": {"optimizer_cpu_offload": True},
 }
 """What makes a run smaller, as it is typed, beside more ranks."""

@@ -104,7 +104,7 @@ class MegatronSurface:
 
     def get_loss_scale(self) -> Tensor:
         """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
-        return self.optimizer.get_loss_scale()
+        return self.optimizer.get_loss_scale().reshape(1)
 
     # Parameters
 

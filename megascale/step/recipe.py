@@ -136,10 +136,10 @@ class StepRecipe:
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
 
     def get_loss_scale(self) -> Tensor:
-        """Return the current scale: fp32, shape [1], on the device; ones without a scaler."""
+        """Return the current scale: fp32, 0-d, on the device; 1 without a scaler."""
         if self.grad_scaler is None:
-            return torch.ones(1, dtype=torch.float32, device=self.device)
-        return self.grad_scaler.scale.clone()
+            return torch.ones((), dtype=torch.float32, device=self.device)
+        return self.grad_scaler.scale.reshape(()).clone()
 
     # Both halves
 

@@ -73,10 +73,10 @@ def told(cls: C) -> C:
 
 
 def meant(name: object, known: Collection[str]) -> str:
-    """Return ``; did you mean 'window'?`` if one of the known names is ``name`` elsewhere, or looks like it."""
+    """Return ``; did you mean 'window'?`` if a known name is ``name`` elsewhere, or is a letter or two away."""
     if not isinstance(name, str):
         return ""
     lowered = {one.lower(): one for one in known}
     ours = [one for one in ELSEWHERE.get(name, ()) if one in known]
-    alike = ours or [lowered[one] for one in get_close_matches(name.lower(), lowered, 1)]
+    alike = ours or [lowered[one] for one in get_close_matches(name.lower(), lowered, 1, cutoff=0.75)]
     return f"; did you mean {alike[0]!r}?" if alike else ""

@@ -12,9 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
-from megascale.errors import ArgumentError
 from megascale.main_params import weight_arrivals
-from megascale.rollout import rollout_buckets, rollout_weights
+from megascale.rollout import rollout_weights
 from megascale.utils import collectives
 from tests.fsdp2_cases import Case, gathered_weights, train
 from tests.pool import RankPool
@@ -82,25 +81,18 @@ def test_weights_have_arrived_from_host_memory(monkeypatch: pytest.MonkeyPatch) 
     assert same_bits(trained(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True), trained())
 
 
-def _fsdp2() -> tuple[Any, Any, list[list[str]]]:
+def _fsdp2() -> tuple[Any, Any]:
     case = Case()
     module, optimizer = case.build()
     train(module, optimizer, case, range(3), {})
-    names = [list(bucket) for bucket in rollout_buckets(module, optimizer, bucket_bytes=200)]
-    return dict(rollout_weights(module, optimizer)), gathered_weights(module), names
+    return dict(rollout_weights(module, optimizer)), gathered_weights(module)
 
 
 def test_shards_are_gathered_one_by_one(ranks: RankPool) -> None:
-    """FSDP2: whole fp16 weights on every rank, also in buckets of at most some bytes."""
-    results = ranks.run(2, _fsdp2)
-    for weights, expected, buckets in results:
+    """FSDP2: whole fp16 weights on every rank."""
+    for weights, expected in ranks.run(2, _fsdp2):
         assert {value.dtype for value in weights.values()} == {torch.float16}
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
-        assert [name for names in buckets for name in names] == list(weights)
-        assert len(buckets) > 1
-        for names in buckets:
-            size = sum(weights[name].numel() * weights[name].element_size() for name in names)
-            assert size <= 200 or len(names) == 1
 
 
 def _wrapped() -> list[str]:
@@ -112,14 +104,12 @@ def test_names_are_the_models_own(ranks: RankPool) -> None:
     assert ranks.run(2, _wrapped) == [list(model().state_dict())] * 2
 
 
-def test_dtype_and_limits() -> None:
-    """fp32 weights are sent in 16 bits on request, integers stay; a wrong limit is named."""
+def test_dtype() -> None:
+    """fp32 weights are sent in 16 bits on request, integers stay."""
     module = torch.nn.BatchNorm1d(4)
     sent = dict(rollout_weights(module, dtype=torch.bfloat16))
     assert sent["weight"].dtype == torch.bfloat16
     assert sent["num_batches_tracked"].dtype == torch.int64
-    with pytest.raises(ArgumentError, match="bucket_bytes"):
-        next(rollout_buckets(module, bucket_bytes=0))
 
 
 def test_without_overlap_nothing_is_copied() -> None:

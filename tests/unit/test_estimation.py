@@ -11,7 +11,8 @@ from torch import nn
 
 from megascale import estimate
 from megascale.cli import main
-from megascale.cli.estimate import COMPACT, model_of
+from megascale.cli.estimate import model_of
+from megascale.config import COMPACT_STATE
 from megascale.errors import ArgumentError
 from tests.counting import OperatorCounter
 
@@ -24,17 +25,17 @@ from tests.counting import OperatorCounter
         ({"optimizer": "momentum"}, 12, 0),
         ({"optimizer": "amsgrad"}, 20, 0),
         ({"optimizer": "muon"}, 12, 0),
-        (COMPACT, 8.25, 0),
+        (COMPACT_STATE, 8.25, 0),
         ({"optimizer_cpu_offload": True}, 4, 16),
         ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, 10, 8),
-        (COMPACT | {"optimizer_cpu_offload": True}, 4, 8.25),
+        (COMPACT_STATE | {"optimizer_cpu_offload": True}, 4, 8.25),
         ({"ranks": 8}, 18, 0),
         ({"ranks": 8, "sharding": "grad_sync"}, 18, 0),
         ({"ranks": 8, "sharding": "zero1"}, 7.5, 0),
         ({"ranks": 8, "sharding": "zero1", "grad_dtype": torch.bfloat16}, 5.5, 0),
         ({"ranks": 8, "sharding": "zero1", "optimizer_cpu_offload": True}, 6, 18 / 8),
         ({"ranks": 8, "sharding": "fsdp2"}, 2, 0),
-        (COMPACT | {"ranks": 8, "sharding": "fsdp2"}, 8.25 / 8, 0),
+        (COMPACT_STATE | {"ranks": 8, "sharding": "fsdp2"}, 8.25 / 8, 0),
         ({"ranks": 8, "sharding": "fsdp2", "optimizer_cpu_offload": True}, 0.5, 2),
     ],
     ids=str,

@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -56,9 +58,28 @@ def test_the_table_has_names_of_ours() -> None:
         assert any(theirs not in names and names & set(ours) for names in (*known, values)), theirs
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"loss_scale": 0}, {}),
+        ({"optimizer": "adamw"}, {"optimizer": "adam", "decoupled_weight_decay": True}),
+        ({"exp_avg_dtype": "int8"}, {"exp_avg_dtype": torch.int8}),
+        (
+            {"compact_state": True, "exp_avg_dtype": "int8"},
+            {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8, "store_param_remainders": True},
+        ),
+    ],
+)
+def test_a_value_of_another_library_means_what_it_means_there(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """They were refused. ``replace`` makes the same config again."""
+    assert OptimizerConfig(**theirs) == replace(OptimizerConfig(**theirs)) == OptimizerConfig(**ours)
+
+
 def test_the_scaler_takes_torchs_name_for_its_first_scale() -> None:
     """``init_scale`` is torch.amp's."""
     assert DynamicGradScaler(init_scale=8.0).scale.item() == 8.0
+    with pytest.raises(ArgumentError, match="one argument under two names"):
+        DynamicGradScaler(8.0, init_scale=8.0)
     with pytest.raises(ArgumentError, match="initial_scale must be above 0"):
         DynamicGradScaler(init_scale=-8.0)
 
@@ -86,6 +107,7 @@ def test_a_scaler_in_the_place_of_the_config() -> None:
         (lambda: GradSync([], reduction="men"), "mean"),
         (lambda: estimate(10, sharding="zero"), "zero1"),
         (lambda: estimate(10, optimizer="adamW"), "adamw"),
+        (lambda: OptimizerConfig(optimizer="adma"), "adam"),
         (
             lambda: build_optimizer(OptimizerConfig(lr=0.1), nn.Linear(1, 1), overrides={"*": {"weight_deca": 0.0}}),
             "weight_decay",

@@ -91,4 +91,4 @@ def test_a_constant_scale_needs_no_state() -> None:
     scaler = ConstantGradScaler(2.0**5)
     optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model().named_parameters()), None, scaler)
     optimizer.load_state_dict(_saved()[1].state_dict())
-    assert bits_equal(optimizer.get_loss_scale(), torch.tensor([2.0**5]))
+    assert bits_equal(optimizer.get_loss_scale(), torch.tensor(2.0**5))
