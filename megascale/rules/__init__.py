@@ -1,6 +1,6 @@
 """The optimizers whose updates run on kernels, one object each, and every table that follows from them.
 
-To add one see docs/add_a_rule.md.
+To add one see docs/own_optimizer.md#add-an-optimizer-rule.
 """
 
 import torch

@@ -248,9 +248,9 @@ def test_a_run_goes_on_in_new_processes(kind: str, dtype: torch.dtype, ranks: Ra
 
 def test_the_documented_script_on_two_ranks(tmp_path: Path) -> None:
     """``torchrun --nproc-per-node 2`` runs the page's first example: both ranks skip together."""
-    page = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
     script = tmp_path / "train.py"
-    script.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    script.write_text(re.findall(r"```python\n(.*?)```", page.split("\n## Accelerate\n")[1], re.DOTALL)[0])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     with job(command, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}) as launched:
         output = launched.finish(timeout=100)

@@ -293,7 +293,7 @@ def _readme(device: FakeDevice) -> tuple[Record, list[float]]:
 
 
 def test_the_example_of_the_documentation(on_device: OnDevice) -> None:
-    """Forward, backward and step in one graph: docs/kernels.md's example."""
+    """Forward, backward and step in one graph: docs/numerics.md's example."""
     seen, output = on_device(_readme)
     assert seen.refused_in_capture() == []
     assert seen.first_met_in_capture() == set()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs/add_a_rule.md").read_text()
+PAGE = (ROOT / "docs/own_optimizer.md").read_text()
 BLOCKS = dict(re.findall(r'^```py title="(.+?)"\n(.*?)^```', PAGE, flags=re.DOTALL | re.MULTILINE))
 RULE, RULES = "megascale/rules/rmsprop.py", "megascale/rules/__init__.py"
 REFERENCE = "megascale/kernels/reference.py"
