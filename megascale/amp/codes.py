@@ -6,6 +6,7 @@ from torch import Tensor
 from megascale.errors import UsageError
 from megascale.kernels.compact_moments import SCALE_SUFFIX
 from megascale.rules import ADAM, MOMENT_CODES
+from megascale.utils.param_names import named_params
 
 _MOMENTS = {f"{name}{SCALE_SUFFIX}": name for name in MOMENT_CODES}
 """Moments by the names of their scales."""
@@ -23,13 +24,8 @@ def require_no_codes(optimizer: torch.optim.Optimizer) -> None:
     param, entry = next(of_params, (None, None))
     if not isinstance(entry, dict) or _MOMENTS.keys().isdisjoint(entry):
         return
-    name, position = "a parameter of no param group", 0
-    for group in optimizer.param_groups:
-        names = group.get("param_names") or []
-        for at, listed in enumerate(group["params"]):
-            if listed is param:
-                name = names[at] if at < len(names) else str(position)
-            position += 1
+    listed = named_params(optimizer.param_groups)
+    name = next((name for name, other in listed if other is param), "a parameter of no param group")
     moment = next(moment for scale, moment in _MOMENTS.items() if scale in entry)
     raise UsageError(
         f"the state of {name!r} in {type(optimizer).__name__} holds {moment} as 8-bit codes, which its own step() "

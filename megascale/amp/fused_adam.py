@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.amp.local_grads import LocalGrads, reader_of
-from megascale.kernels import AdamHyper, Backend, Decision, Operands, TensorList, TorchBackend
+from megascale.kernels import Backend, Decision, Operands, TensorList, TorchBackend
 from megascale.rules import ADAM
 from megascale.step.kernel_state import rate
 from megascale.utils.calls import has_step_hooks
@@ -117,16 +117,5 @@ def _operands(
 def step_(optimizer: torch.optim.Adam, updates: list[GroupUpdate], backend: Backend, decision: Decision) -> None:
     """Update parameters and state if the step lands."""
     for group, operands in updates:
-        beta1, beta2 = group["betas"]
-        hyper = AdamHyper(
-            lr=rate(group),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group["decoupled_weight_decay"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-        )
-        backend.adam_(operands, hyper, decision)
+        backend.adam_(operands, ADAM.hyper(group, rate(group), type(optimizer)), decision)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # an LR scheduler reads it

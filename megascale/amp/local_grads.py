@@ -84,7 +84,8 @@ class LocalGrads:
             self._parts[location][values.dtype].append([values])
         for key, groups in plain.items():
             device, dtype = key
-            found, slices = read[key], _slices(groups)
+            found = read[key]
+            slices = [slice(begin, end) for begin, end in pairwise(accumulate(map(len, groups.values()), initial=0))]
             if found is None:
                 self._parts[Location(device)][dtype].append(list(map(_GRAD, chain.from_iterable(groups.values()))))
                 continue
@@ -139,11 +140,6 @@ def _by_kind(
             elif grad is not None:
                 others.append((param, grad))
     return plain, others
-
-
-def _slices(groups: Mapping[int, Sequence[Tensor]]) -> list[slice]:
-    """Return where each group's parameters are among those of all."""
-    return [slice(begin, end) for begin, end in pairwise(accumulate(map(len, groups.values()), initial=0))]
 
 
 def _read(optimizer: torch.optim.Optimizer, key: _Key, groups: Mapping[int, list[Tensor]]) -> PlainGrads | None:

@@ -1,7 +1,7 @@
 """optimizer_step: all calls that end an iteration in one, in the right order and in fewer passes."""
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,6 @@ from megascale.utils.calls import outside_of_graphs
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import to_local
 from megascale.utils.transfer import to_device_async
-
-
-class _Clipping(NamedTuple):
-    """The largest norm of all unscaled gradients, and the largest magnitude of an element. None: unlimited."""
-
-    norm: float | None
-    value: float | None
 
 
 @outside_of_graphs
@@ -73,22 +66,20 @@ def optimizer_step(
             wrapper left (nothing has changed), or if the loss gives none of the optimizer's parameters a gradient.
         GradientError: for a sparse gradient with ``max_gradient_val``.
     """
-    clipping = _Clipping(
-        None if max_gradient_norm is None else validate.positive("max_gradient_norm", max_gradient_norm),
-        None if max_gradient_val is None else validate.positive("max_gradient_val", max_gradient_val),
-    )
+    max_norm = None if max_gradient_norm is None else validate.positive("max_gradient_norm", max_gradient_norm)
+    max_value = None if max_gradient_val is None else validate.positive("max_gradient_val", max_gradient_val)
     _check(loss, optimizer, grad_scaler)
     if zero_grad:
         optimizer.zero_grad()
     if isinstance(optimizer, MegascaleOptimizer):
         optimizer.scale_loss(loss).backward()
-        return _step_of_wrapper(optimizer, clipping)
+        return _step_of_wrapper(optimizer, max_norm, max_value)
     scaler = _scaler_of(grad_scaler, loss.device)
     scaler.scale(loss).backward()
     if isinstance(scaler, GradScaler):
-        result = _step_in_few_passes(optimizer, scaler, clipping)
+        result = _step_in_few_passes(optimizer, scaler, max_norm, max_value)
     else:
-        result = _step_as_torch_does(optimizer, scaler, clipping)
+        result = _step_as_torch_does(optimizer, scaler, max_norm, max_value)
     scaler.update()
     return result
 
@@ -96,20 +87,23 @@ def optimizer_step(
 # Ways to step
 
 
-def _step_of_wrapper(optimizer: MegascaleOptimizer, clipping: _Clipping) -> StepResult:
-    if clipping.norm is None:
+def _step_of_wrapper(optimizer: MegascaleOptimizer, max_norm: float | None, max_value: float | None) -> StepResult:
+    if max_norm is None:
         optimizer.prepare_grads()
     else:
-        optimizer.clip_grad_norm_(clipping.norm)
-    if clipping.value is not None:
-        optimizer.clip_grad_value_(clipping.value)
+        optimizer.clip_grad_norm_(max_norm)
+    if max_value is not None:
+        optimizer.clip_grad_value_(max_value)
     return optimizer.step_with_ready_grads()
 
 
 @torch.no_grad()
-def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, clipping: _Clipping) -> StepResult:
-    if clipping.value is not None:
-        _check_dense(optimizer)
+def _step_in_few_passes(
+    optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None, max_value: float | None
+) -> StepResult:
+    for index, param in enumerate(_with_grads(optimizer) if max_value is not None else ()):
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise sparse_gradient(f"parameter {index}", param.grad.layout)
     grads = LocalGrads(optimizer, coalesced=True)
     sum_squares = scaler._measure(optimizer, grads)
     if not scaler._found_inf_per_device(optimizer):
@@ -117,8 +111,8 @@ def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, cl
     left_to_do = inv_scale = scaler._inv_scale()
     norm = sum_squares.sqrt() * inv_scale
     clip = None
-    if clipping.norm is not None:
-        clip = clip_coefficient(norm, clipping.norm)
+    if max_norm is not None:
+        clip = clip_coefficient(norm, max_norm)
         left_to_do = inv_scale * clip
         for found_inf in scaler._found_inf_per_device(optimizer).values():
             found_inf.masked_fill_(sum_squares > LARGEST_SUM_SQUARES, 1.0)
@@ -126,11 +120,15 @@ def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, cl
     if not divides:
         scaler._unscale(optimizer, None if clip is None else clip.float(), grads)
         left_to_do = torch.ones_like(inv_scale)
-    if clipping.value is not None:
-        _clamp_(optimizer, clipping.value / left_to_do)
+    if max_value is not None:
+        bound = max_value / left_to_do
+        for param in _with_grads(optimizer):
+            grad = to_local(param.grad)  # type: ignore[arg-type]
+            limit = to_device_async(bound, grad.device)
+            torch.clamp(grad, -limit, limit, out=grad)
     result = _result(optimizer, scaler, norm)
     backend = scaler._backend(inv_scale.device)
-    if clipping != (None, None) and fused_adam.fits(optimizer, backend):
+    if (max_norm, max_value) != (None, None) and fused_adam.fits(optimizer, backend):
         updates = fused_adam.updates_of(optimizer, grads, inv_scale.device)
         if updates is not None:
             found_inf = result.success.logical_not().float()
@@ -146,16 +144,16 @@ def _step_in_few_passes(optimizer: torch.optim.Optimizer, scaler: GradScaler, cl
 
 @torch.no_grad()
 def _step_as_torch_does(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, clipping: _Clipping
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, max_norm: float | None, max_value: float | None
 ) -> StepResult:
     scaler.unscale_(optimizer)
     params = _with_grads(optimizer)
-    if clipping.norm is None:
+    if max_norm is None:
         norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
     else:
-        norm = torch.nn.utils.clip_grad_norm_(params, clipping.norm)
-    if clipping.value is not None:
-        torch.nn.utils.clip_grad_value_(params, clipping.value)
+        norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+    if max_value is not None:
+        torch.nn.utils.clip_grad_value_(params, max_value)
     scaler.step(optimizer)
     return _result(optimizer, scaler, full_tensor(norm))
 
@@ -180,14 +178,6 @@ def _divides_by_itself(optimizer: torch.optim.Optimizer) -> bool:
         return False
     # Under the older contract step() takes the scaler.
     return "grad_scaler" not in inspect.signature(optimizer.step).parameters
-
-
-def _clamp_(optimizer: torch.optim.Optimizer, bound: Tensor) -> None:
-    """Clamp every element to [-bound, bound], 0-d, without a sync. Overflows were recorded before."""
-    for param in _with_grads(optimizer):
-        grad = to_local(param.grad)  # type: ignore[arg-type]
-        limit = to_device_async(bound, grad.device)
-        torch.clamp(grad, -limit, limit, out=grad)
 
 
 # Checks
@@ -225,12 +215,6 @@ def _check(loss: Any, optimizer: Any, grad_scaler: Any) -> None:
                 "an optimizer was unscaled or stepped since the last update(): optimizer_step() is a whole iteration; "
                 "call grad_scaler.update() first, or write out the loop"
             )
-
-
-def _check_dense(optimizer: torch.optim.Optimizer) -> None:
-    for index, param in enumerate(_with_grads(optimizer)):
-        if param.grad is not None and param.grad.layout != torch.strided:
-            raise sparse_gradient(f"parameter {index}", param.grad.layout)
 
 
 def _scaler_of(grad_scaler: object, device: torch.device) -> torch.amp.GradScaler:

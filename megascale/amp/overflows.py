@@ -17,6 +17,7 @@ from megascale.step.stalls import ROUNDING, WHY_SKIPPED, raise_excess
 from megascale.utils import validate
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import to_local
+from megascale.utils.param_names import named_params
 
 
 class _Iteration(NamedTuple):
@@ -127,26 +128,22 @@ class ScalerOverflows(LastOverflow):
         return group_size(self.group) == 1 and torch.distributed.is_initialized()
 
     def _params(self) -> Iterator[Tensor]:
-        return (param for group in self._param_groups() for param in group["params"])
-
-    def _param_groups(self) -> Iterator[dict[str, Any]]:
-        return (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return (
+            param for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]
+        )
 
     def _entries(self) -> Iterator[OverflowEntry]:
         indices = {key: index for index, key in enumerate(self.names)}
-        position = 0
-        for group in self._param_groups():
-            given = group.get("param_names") or [None] * len(group["params"])
-            for param, name in zip(group["params"], given, strict=True):
-                name = self.names.get(id(param)) or name or str(position)
-                position += 1
-                if param.grad is None:
-                    continue
-                grad = to_local(param.grad)
-                grad = grad._values() if grad.is_sparse else grad
-                entry = described(name, describe_non_finite(grad), indices.get(id(param), position), None, grad.numel())
-                if entry.num_non_finite:
-                    yield entry
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        for position, (name, param) in enumerate(named_params(groups), start=1):
+            if param.grad is None:
+                continue
+            name, index = self.names.get(id(param), name), indices.get(id(param), position)
+            grad = to_local(param.grad)
+            grad = grad._values() if grad.is_sparse else grad
+            entry = described(name, describe_non_finite(grad), index, None, grad.numel())
+            if entry.num_non_finite:
+                yield entry
 
 
 def _number(value: Tensor) -> float:

@@ -22,7 +22,7 @@ from megascale.integrations.accelerate_checks import (
     check_engine,
     check_fits,
     check_precision,
-    check_unscaled,
+    unscaled_beside_scaled,
 )
 from megascale.integrations.accelerate_prepared import PreparedOptimizer, UnshardedOptimizer
 from megascale.integrations.accelerate_scaling import ScaledIteration, ScaledOptimizer, SkipOnDevice, reduce_in_fp32
@@ -78,7 +78,12 @@ class Accelerator(accelerate.Accelerator):
         if self.is_fsdp2:
             # FSDP2's plugin has replaced the parameters: create main params of the shards before the first forward.
             for prepared in self._ours():
-                self._wrap_shards(prepared)
+                unsharded = prepared.optimizer
+                if isinstance(unsharded, UnshardedOptimizer):
+                    self._optimizers.remove(prepared)  # what it is compared with are the others
+                    prepared.optimizer = unsharded.wrap(unsharded.optimizer)
+                    check_fits(self, prepared.optimizer)
+                    self._optimizers.append(prepared)
             for part in (part for prepared in self._ours() for part in prepared.optimizer.parts()):
                 part.main_params()
         return result
@@ -109,16 +114,15 @@ class Accelerator(accelerate.Accelerator):
         elif isinstance(optimizer, UnshardedOptimizer):
             check_engine(self, "MixedPrecisionOptimizer")
             prepared = PreparedOptimizer(optimizer)
-        elif isinstance(self.scaler, GradScaler):
+        elif self._iteration is not None:
             params = (param for group in optimizer.param_groups for param in group["params"])
             remedy = "use mixed_precision='no' and a MixedPrecisionOptimizer, or keep the weights in fp32"
             check_autocast(params, "mixed_precision='fp16'", remedy)
             placement = self.device_placement if device_placement is None else device_placement
-            if self._iteration is None or self._iteration.scaler is not self.scaler:
-                self._iteration = ScaledIteration(self.scaler)
             prepared = ScaledOptimizer(optimizer, self._iteration, device_placement=placement)
         else:
-            check_unscaled(self, optimizer)
+            if any(prepared.optimizer.grad_scaler is not None for prepared in self._ours()):
+                raise unscaled_beside_scaled(optimizer)
             return super().prepare_optimizer(optimizer, device_placement)
         self._optimizers.append(prepared)
         return prepared
@@ -271,6 +275,7 @@ class Accelerator(accelerate.Accelerator):
                 "MixedPrecisionOptimizer, which brings its own"
             )
         self.scaler = grad_scaler
+        self._iteration = ScaledIteration(grad_scaler)
         self.native_amp = True
 
     def _finish_iteration(self) -> None:
@@ -280,15 +285,6 @@ class Accelerator(accelerate.Accelerator):
 
     def _ours(self) -> list[PreparedOptimizer]:
         return [prepared for prepared in self._optimizers if isinstance(prepared, PreparedOptimizer)]
-
-    def _wrap_shards(self, prepared: PreparedOptimizer) -> None:
-        """Make the optimizer that trains the shards, if ``prepared`` holds one that waited for them."""
-        unsharded = prepared.optimizer
-        if isinstance(unsharded, UnshardedOptimizer):
-            self._optimizers.remove(prepared)  # what it is compared with are the others
-            prepared.optimizer = unsharded.wrap(unsharded.optimizer)
-            check_fits(self, prepared.optimizer)
-            self._optimizers.append(prepared)
 
     def _reducing_optimizers(self) -> list[DistributedOptimizer]:
         """Return the optimizers that reduce gradients themselves."""

@@ -40,9 +40,29 @@ def check_fits(accelerator: Any, optimizer: MegascaleOptimizer) -> None:
             "DistributedDataParallel reduce, or build a DistributedOptimizer"
         )
     check_precision(accelerator, name, (param for group in optimizer.param_groups for param in group["params"]))
-    _check_device(accelerator, optimizer)
-    if optimizer.grad_scaler is not None:
-        _check_scales_alone(accelerator, optimizer)
+    # FSDP2 has put its shards where they belong.
+    are_shards = all(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
+    own, device = accelerator.device, optimizer.device
+    if not are_shards and (device.type, device.index or 0) != (own.type, own.index or 0):
+        raise UsageError(
+            f"the {name} was built on {device}, the accelerator is on {own}: call model.to(accelerator.device) before "
+            "you build the optimizer"
+        )
+    if optimizer.grad_scaler is None:
+        return
+    # Nobody else may scale the same loss. On a CPU Accelerate makes no scaler for "fp16", and computes in fp32.
+    if accelerator.scaler is not None or accelerator.mixed_precision == "fp16":
+        raise UsageError(
+            f"the {name} scales the loss, and so does the accelerator: use mixed_precision='no' and a model in fp16"
+        )
+    for other in accelerator._optimizers:
+        if not isinstance(other, PreparedOptimizer):
+            raise unscaled_beside_scaled(other.optimizer)
+        if other.optimizer.grad_scaler is optimizer.grad_scaler:
+            raise UsageError(
+                "two prepared optimizers share one grad scaler, which each would update: chain them with "
+                "megascale.ChainedOptimizer"
+            )
 
 
 def check_engine(accelerator: Any, name: str) -> None:
@@ -89,43 +109,8 @@ def check_autocast(params: Iterable[Tensor], setting: str, remedy: str) -> None:
         )
 
 
-def check_unscaled(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError for a torch optimizer beside one of ours that scales the loss."""
-    if any(prepared.optimizer.grad_scaler is not None for prepared in accelerator._ours()):
-        raise _unscaled_beside_scaled(optimizer)
-
-
-def _check_device(accelerator: Any, optimizer: MegascaleOptimizer) -> None:
-    """Raise UsageError for parameters on another device, unless FSDP2 has put its shards there."""
-    own, device = accelerator.device, optimizer.device
-    if all(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
-        return
-    if device.type != own.type or (device.index or 0) != (own.index or 0):
-        raise UsageError(
-            f"the {type(optimizer).__name__} was built on {device}, the accelerator is on {own}: call "
-            "model.to(accelerator.device) before you build the optimizer"
-        )
-
-
-def _check_scales_alone(accelerator: Any, optimizer: MegascaleOptimizer) -> None:
-    """Raise UsageError where the accelerator, or another optimizer's scaler, scales the same loss."""
-    # On a CPU Accelerate makes no scaler for "fp16", and computes in fp32.
-    if accelerator.scaler is not None or accelerator.mixed_precision == "fp16":
-        raise UsageError(
-            f"the {type(optimizer).__name__} scales the loss, and so does the accelerator: use mixed_precision='no' "
-            "and a model in fp16"
-        )
-    for other in accelerator._optimizers:
-        if not isinstance(other, PreparedOptimizer):
-            raise _unscaled_beside_scaled(other.optimizer)
-        if other.optimizer.grad_scaler is optimizer.grad_scaler:
-            raise UsageError(
-                "two prepared optimizers share one grad scaler, which each would update: chain them with "
-                "megascale.ChainedOptimizer"
-            )
-
-
-def _unscaled_beside_scaled(optimizer: torch.optim.Optimizer) -> UsageError:
+def unscaled_beside_scaled(optimizer: torch.optim.Optimizer) -> UsageError:
+    """Return the error for a torch optimizer beside one of ours that scales the loss."""
     return UsageError(
         f"a {type(optimizer).__name__} would take gradients of a scaled loss as they are: wrap it in a "
         "MixedPrecisionOptimizer, too, which trains fp32 parameters as well"

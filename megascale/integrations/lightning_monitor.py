@@ -11,7 +11,6 @@ from megascale.host_view import HostView
 from megascale.integrations.lightning_precision import PrecisionRecipe
 
 Base: Any = object  # Subclasses also derive from their package's Callback, which super() then finds.
-STEP = "step"
 
 
 class LossScaleMonitoring(Base):
@@ -27,27 +26,31 @@ class LossScaleMonitoring(Base):
         UsageError: at the start of training, if the Trainer has no ``MegascalePrecision``.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._view = HostView()
-        self._step = 0
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Drop values of an earlier run."""
+        """Begin, without values of an earlier run."""
         if not isinstance(trainer.precision_plugin, PrecisionRecipe):
             raise UsageError(
                 f"{type(self).__name__} needs Trainer(plugins=[MegascalePrecision(...)]), found "
                 f"{type(trainer.precision_plugin).__name__}"
             )
         self._view = HostView()
-        self._step = trainer.global_step
+        self._step: int = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         """Start copying the results of this batch's steps to the host, and log those of the batch before."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        self._log(trainer, self._view.push({STEP: float(self._step), **_watched(trainer)}))
+        optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, MegascaleOptimizer)]
+        watched: dict[str, Tensor | float] = {"step": self._step}
+        for index, optimizer in enumerate(optimizers):
+            suffix = f"/{index}" if len(optimizers) > 1 else ""
+            watched["loss_scale"] = optimizer.get_loss_scale()
+            watched[f"num_skipped_steps{suffix}"] = optimizer.num_skipped_steps
+            result = trainer.precision_plugin.last_result(optimizer)
+            if result is not None:
+                watched[f"grad_norm{suffix}"] = result.grad_norm
+        self._log(trainer, self._view.push(watched))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the results of the last batch."""
@@ -56,21 +59,8 @@ class LossScaleMonitoring(Base):
     def _log(self, trainer: Any, values: dict[str, float] | None) -> None:
         if values is None:
             return
-        step = int(values.pop(STEP))
+        step = int(values.pop("step"))
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         if trainer.log_every_n_steps and step % trainer.log_every_n_steps == 0:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
-
-
-def _watched(trainer: Any) -> dict[str, Tensor]:
-    optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, MegascaleOptimizer)]
-    watched: dict[str, Tensor] = {}
-    for index, optimizer in enumerate(optimizers):
-        suffix = f"/{index}" if len(optimizers) > 1 else ""
-        watched["loss_scale"] = optimizer.get_loss_scale()
-        watched[f"num_skipped_steps{suffix}"] = optimizer.num_skipped_steps
-        result = trainer.precision_plugin.last_result(optimizer)
-        if result is not None:
-            watched[f"grad_norm{suffix}"] = result.grad_norm
-    return watched

@@ -5,7 +5,7 @@ package's base class.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,7 +137,16 @@ class PrecisionRecipe(Base):
                     f"{type(optimizer).__name__} reduces gradients itself, and the ddp strategy does so too; build a "
                     "MixedPrecisionOptimizer without grad_sync, or return the torch optimizer"
                 )
-        self._per_batch = _per_batch_scaler(self._optimizers)
+        # A loss does not tell which optimizer it is for: one scale, which changes when all steps of a batch are done.
+        scalers = [getattr(optimizer.grad_scaler, "scaler", optimizer.grad_scaler) for optimizer in self._optimizers]
+        if any(scaler is not scalers[0] for scaler in scalers):
+            raise UsageError(
+                "the optimizers have different grad scalers, but a loss does not say which optimizer it is for; build "
+                "all of them with the same grad scaler object, or return the torch optimizers"
+            )
+        self._per_batch = PerBatchScaler(scalers[0]) if len(scalers) > 1 and scalers[0] is not None else None
+        for optimizer in self._optimizers if self._per_batch is not None else ():
+            optimizer.grad_scaler = self._per_batch
         self._waiting = []
         self._clippings.clear()
         return super().connect(model, connected, lr_schedulers)
@@ -155,11 +164,11 @@ class PrecisionRecipe(Base):
 
     # Around forward
 
-    def tensor_init_context(self) -> "_DefaultDtype":
+    def tensor_init_context(self) -> AbstractContextManager[None]:
         """Return a context in which new modules have 16-bit parameters, unless the precision is a mixed one."""
-        return _DefaultDtype(self._mode.weights)
+        return _default_dtype(self._mode.weights)
 
-    def module_init_context(self) -> "_DefaultDtype":
+    def module_init_context(self) -> AbstractContextManager[None]:
         """See :meth:`tensor_init_context`."""
         return self.tensor_init_context()
 
@@ -167,7 +176,7 @@ class PrecisionRecipe(Base):
     def forward_context(self) -> Iterator[None]:
         """Return the context of a step: autocast, or the default dtype of new tensors."""
         with (
-            _DefaultDtype(self._mode.weights),
+            _default_dtype(self._mode.weights),
             torch.autocast(
                 self._device_type, self._mode.autocast, enabled=self._mode.autocast is not None, cache_enabled=False
             ),
@@ -212,14 +221,15 @@ class PrecisionRecipe(Base):
             raise UsageError(
                 f"optimizer.step() was given {', '.join(sorted(kwargs))}; MixedPrecisionOptimizer.step() takes none"
             )
-        closure_result = self._wrap_closure(model, optimizer, closure)
+        closure_result = closure()
+        self._after_closure(model, optimizer)
         clipping = self._clippings.pop(id(optimizer), Clipping())
         if closure_result is None and model.automatic_optimization:
             return None
         if optimizer in self._waiting:
             self._waiting.remove(optimizer)
         # In manual optimization this is inside the training step's context.
-        with _DefaultDtype(torch.float32), torch.autocast(self._device_type, enabled=False):
+        with _default_dtype(torch.float32), torch.autocast(self._device_type, enabled=False):
             if clipping.norm is not None:
                 optimizer.clip_grad_norm_(clipping.norm)
             if clipping.value is not None:
@@ -274,18 +284,15 @@ class PrecisionRecipe(Base):
                 yield name, grad
 
 
-class _DefaultDtype:
-    """The default dtype of new tensors inside a ``with`` block. None: unchanged."""
-
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
-
-    def __enter__(self) -> None:
-        self._before = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype or self._before)
-
-    def __exit__(self, *exception: object) -> None:
-        torch.set_default_dtype(self._before)
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Return a context in which new tensors have this dtype. None: unchanged."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _config_for(precision: str, config: Any) -> OptimizerConfig:
@@ -322,25 +329,6 @@ def _move_main_params(optimizer: MegascaleOptimizer) -> None:
         for param in part.live_state().main_params:
             if param.is_copy and param.main.device != param.model.device:
                 param.move()
-
-
-def _per_batch_scaler(optimizers: list[MegascaleOptimizer]) -> PerBatchScaler | None:
-    """Return a scaler, shared by several optimizers, that is updated only at the end of a batch.
-
-    Raises UsageError if they do not share one scaler.
-    """
-    scalers = [getattr(optimizer.grad_scaler, "scaler", optimizer.grad_scaler) for optimizer in optimizers]
-    if any(scaler is not scalers[0] for scaler in scalers):
-        raise UsageError(
-            "the optimizers have different grad scalers, but a loss does not say which optimizer it is for; build all "
-            "of them with the same grad scaler object, or return the torch optimizers"
-        )
-    if len(optimizers) < 2 or scalers[0] is None:
-        return None
-    per_batch = PerBatchScaler(scalers[0])
-    for optimizer in optimizers:
-        optimizer.grad_scaler = per_batch
-    return per_batch
 
 
 @torch.no_grad()

@@ -236,15 +236,19 @@ def get_megatron_optimizer(
     scaler = build_grad_scaler(ours)
     ours = effective_config(ours, inner, scaler)
     if ours.use_distributed_optimizer:
-        overlap = ours.overlap_param_gather
-        sharded = DistributedOptimizer(
-            inner, ours, scaler, modules=chunks, groups=resolved, overlap_param_gather=overlap
+        return MegatronSurface(
+            DistributedOptimizer(
+                inner,
+                ours,
+                scaler,
+                modules=chunks,
+                groups=resolved,
+                overlap_param_gather=ours.overlap_param_gather,
+            )
         )
-        return MegatronSurface(sharded)
-    replicated = MixedPrecisionOptimizer(
-        inner, ours, scaler, groups=resolved, named_parameters=names, grad_sync=MainGrads()
+    return MegatronSurface(
+        MixedPrecisionOptimizer(inner, ours, scaler, groups=resolved, named_parameters=names, grad_sync=MainGrads())
     )
-    return MegatronSurface(replicated)
 
 
 def parallel_groups(pg_collection: Any = None) -> ParallelGroups:

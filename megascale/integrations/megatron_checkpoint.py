@@ -112,7 +112,12 @@ def load_megatron_checkpoint(checkpoint: Any, optimizer: MegascaleOptimizer, *, 
     try:
         content = _content(checkpoint)
         state = _converted(_optimizer_state(content), optimizer, keep_grad_scaler)
-        _check_rounding(state["main_params"], _weights(content))
+        if differ := not_rounded(state["main_params"], _weights(content)):
+            raise InteropError(
+                f"the checkpoint's model weights {listed(differ)} are not the main params that would be loaded for "
+                "them, rounded: its param groups, or the parameters in them, are in another order than here; build the "
+                "same groups in the same order"
+            )
     except Exception as caught:  # any failure of one rank must reach the others
         error = caught
     raise_together(error, optimizer.groups.grad_stats)
@@ -145,16 +150,6 @@ def _weights(content: Any) -> dict[str, Any]:
         if isinstance(weights, Mapping)
         for name, weight in weights.items()
     }
-
-
-def _check_rounding(mains: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
-    differ = not_rounded(mains, weights)
-    if differ:
-        raise InteropError(
-            f"the checkpoint's model weights {listed(differ)} are not the main params that would be loaded for "
-            "them, rounded: its param groups, or the parameters in them, are in another order than here; build the "
-            "same groups in the same order"
-        )
 
 
 def _optimizer_state(checkpoint: Any) -> Any:

@@ -41,11 +41,9 @@ TRANSLATED = ("loss_scale", "loss_scale_window", "clip_grad", "grad_norm_skip_th
 LATER = ("lion_beta1", "lion_beta2", "grad_norm_skip_threshold")
 """Of those, fields that Megatron-Core 0.16.1 lacks. Without them it does what our defaults do."""
 
-SWITCHES = ("overlap_param_gather",)
-"""Of those, fields that are off where a version lacks them."""
-
-REQUIRED = tuple(name for name in (*SAME, *TRANSLATED) if name not in (*LATER, *SWITCHES))
-"""Fields that every version has. A version without one has renamed it, perhaps with another default."""
+REQUIRED = tuple(name for name in (*SAME, *TRANSLATED) if name not in (*LATER, "overlap_param_gather"))
+"""Fields that every version has. A version without one has renamed it, perhaps with another default. Without
+``overlap_param_gather`` it is off."""
 
 PRECISION_AWARE = (
     "use_precision_aware_optimizer",

@@ -55,7 +55,10 @@ OURS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, torch.dtype]]
 _IN_16_BITS = "set fp16=False and bf16=False in TrainingArguments, and dtype='fp16'"
 
 
-class MegascaleTrainer:
+Base: Any = object  # Subclasses also derive from a trainer, which super() then finds.
+
+
+class MegascaleTrainer(Base):
     """A mixin for ``transformers.Trainer`` and every trainer of TRL: ``class MyTrainer(MegascaleTrainer, SFTTrainer)``.
 
     The optimizer follows the TrainingArguments: ``optim``, ``learning_rate``, the groups without ``weight_decay``,
@@ -96,7 +99,7 @@ class MegascaleTrainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator ours, wherever the Trainer makes one."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         _adopt_accelerator(self, self._megascale)
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -106,7 +109,7 @@ class MegascaleTrainer:
         """
         name = getattr(args.optim, "value", args.optim)
         if name in AS_THEY_ARE:
-            made: tuple[Any, dict[str, Any]] = super().get_optimizer_cls_and_kwargs(args, model)  # type: ignore[misc]
+            made: tuple[Any, dict[str, Any]] = super().get_optimizer_cls_and_kwargs(args, model)
             return made
         if name not in OURS:
             raise ArgumentError(
@@ -119,34 +122,31 @@ class MegascaleTrainer:
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Make the Trainer's own optimizer, over its own groups, and wrap it; one of ours stays as it is."""
-        trainer: Any = self
-        if trainer.optimizer is not None:
-            return super().create_optimizer(model)  # type: ignore[misc]
-        optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        if isinstance(optimizer, MegascaleOptimizer) or trainer.args.fp16:
+        if self.optimizer is not None:
+            return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        if isinstance(optimizer, MegascaleOptimizer) or self.args.fp16:
             return optimizer
-        _name_params(optimizer, trainer.model if model is None else model)
-        wrap = partial(_wrapped, trainer)
-        trainer.optimizer = UnshardedOptimizer(optimizer, wrap) if trainer.accelerator.is_fsdp2 else wrap(optimizer)
-        return trainer.optimizer
+        _name_params(optimizer, self.model if model is None else model)
+        wrap = partial(_wrapped, self)
+        self.optimizer: Any = UnshardedOptimizer(optimizer, wrap) if self.accelerator.is_fsdp2 else wrap(optimizer)
+        return self.optimizer
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load ``scaler.pt``, that of fp16 autocast, if there is such a scaler; 16-bit weights have the optimizer's."""
-        trainer: Any = self
-        if trainer.accelerator.scaler is not None:
-            super()._load_scaler(checkpoint)  # type: ignore[misc]
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, and beside each training loss the loss scale and the number of skipped steps so far."""
-        trainer: Any = self
-        optimizer = trainer.optimizer
+        optimizer = self.optimizer
         ours = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         if "loss" in logs and isinstance(ours, MegascaleOptimizer):
             scale = {} if ours.grad_scaler is None else {"loss_scale": ours.get_loss_scale().item()}
             logs = {**logs, **scale, "skipped_steps": int(ours.num_skipped_steps)}
-        elif "loss" in logs and trainer.accelerator.scaler is not None:
-            logs = {**logs, "loss_scale": trainer.accelerator.scaler.get_scale()}
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        elif "loss" in logs and self.accelerator.scaler is not None:
+            logs = {**logs, "loss_scale": self.accelerator.scaler.get_scale()}
+        super().log(logs, *args, **kwargs)
 
 
 def adopt(trainer: T, **options: Any) -> T:

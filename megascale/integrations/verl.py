@@ -55,7 +55,10 @@ FROM_VERL = {
 _GROWTH_INTERVAL = 400  # of verl's own scaler
 
 
-class MegascaleEngine:
+Base: Any = object  # Subclasses also derive from an engine of verl's, which super() then finds.
+
+
+class MegascaleEngine(Base):
     """A mixin before an FSDP engine of verl's: see :mod:`megascale.integrations.verl`."""
 
     verls: type[BaseEngine]
@@ -71,23 +74,21 @@ class MegascaleEngine:
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         """Shard the model; with verl's own means, but for the scaler."""
-        engine: Any = self
         self._check_precision(module)
-        sharded: nn.Module = super()._build_fsdp_module(module)  # type: ignore[misc]
+        sharded: nn.Module = super()._build_fsdp_module(module)
         if self.scaler is not None and not _has_16_bits(sharded):  # else _build_optimizer() sets it
             self.scaler = self._options().autocast_scaler(
                 get_device_name(),
                 "set model_dtype: fp16",
                 growth_interval=_GROWTH_INTERVAL,
-                process_group=engine.get_data_parallel_group(),
+                process_group=self.get_data_parallel_group(),
             )
         return sharded
 
     def _build_optimizer(self, module: nn.Module) -> Any:
         """Build verl's own optimizer, and wrap it where weights have 16 bits."""
-        engine: Any = self
-        with replaced(engine, "optimizer_config", _without_ours(engine.optimizer_config)):
-            optimizer = super()._build_optimizer(module)  # type: ignore[misc]
+        with replaced(self, "optimizer_config", _without_ours(self.optimizer_config)):
+            optimizer = super()._build_optimizer(module)
         if not _has_16_bits(module):
             return optimizer
         own = self._options().config(module.parameters(), {})
@@ -100,15 +101,14 @@ class MegascaleEngine:
     def optimizer_step(self) -> float:
         """Step, or skip on all ranks alike; return the norm of the unscaled gradients before clipping."""
         if not isinstance(self.optimizer, MixedPrecisionOptimizer):
-            norm: float = super().optimizer_step()  # type: ignore[misc]
+            norm: float = super().optimizer_step()
             return norm
-        engine: Any = self
-        measured = self.optimizer.clip_grad_norm_(engine.optimizer_config.clip_grad)
+        measured = self.optimizer.clip_grad_norm_(self.optimizer_config.clip_grad)
         self.optimizer.step()
-        if engine._qat_enabled:
+        if self._qat_enabled:
             from verl.utils.qat.core import invalidate_all_scales
 
-            invalidate_all_scales(engine.module)
+            invalidate_all_scales(self.module)
         return measured.item()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
@@ -116,7 +116,7 @@ class MegascaleEngine:
         is_ours = optimizer and isinstance(self.optimizer, MixedPrecisionOptimizer)
         if model and isinstance(self.optimizer, MixedPrecisionOptimizer):
             self.optimizer.finish_param_gather()
-        super().to(device, model=model, optimizer=optimizer and not is_ours, grad=grad)  # type: ignore[misc]
+        super().to(device, model=model, optimizer=optimizer and not is_ours, grad=grad)
         if is_ours and device == get_device_name():
             self.optimizer.reload()
         elif is_ours:
@@ -124,13 +124,12 @@ class MegascaleEngine:
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """Save as verl does; the optimizer, with the scaler and the weights that belong to it, for any world size."""
-        engine: Any = self
-        if not self._is_ours() or not engine.checkpoint_manager.should_save_optimizer:
-            super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+        if not self._is_ours() or not self.checkpoint_manager.should_save_optimizer:
+            super().save_checkpoint(local_path, *args, **kwargs)
             return
-        with _without(engine.checkpoint_manager, "checkpoint_save_contents", "optimizer"):
-            super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
-        weights, optimizer = get_state_dict(engine.module, self.optimizer)
+        with _without(self.checkpoint_manager, "checkpoint_save_contents", "optimizer"):
+            super().save_checkpoint(local_path, *args, **kwargs)
+        weights, optimizer = get_state_dict(self.module, self.optimizer)
         dcp_save({"model": weights, "optimizer": optimizer, **self._scaler_state()}, checkpoint_id=_folder(local_path))
         dist.barrier()
 
@@ -139,42 +138,39 @@ class MegascaleEngine:
 
         On another number of ranks each keeps its random state: verl's files of it are one a rank.
         """
-        engine: Any = self
         has_own = local_path is not None and Path(_folder(local_path)).is_dir()
-        if not (self._is_ours() and has_own and engine.checkpoint_manager.should_load_optimizer):
-            super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+        if not (self._is_ours() and has_own and self.checkpoint_manager.should_load_optimizer):
+            super().load_checkpoint(local_path, *args, **kwargs)
             return
-        with replaced(engine, "_is_offload_optimizer", False):
-            self.to(get_device_name(), model=engine._is_offload_param, grad=False)
+        with replaced(self, "_is_offload_optimizer", False):
+            self.to(get_device_name(), model=self._is_offload_param, grad=False)
             self._load(local_path, *args, **kwargs)
-        if engine._is_offload_optimizer:
+        if self._is_offload_optimizer:
             self.to("cpu", model=False, grad=False)
         dist.barrier()
 
     def _load(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """Load weights, optimizer and scaler from our folder, and what else there is from verl's files."""
-        engine: Any = self
-        weights, optimizer = get_state_dict(engine.module, self.optimizer)
+        weights, optimizer = get_state_dict(self.module, self.optimizer)
         state = {"model": weights, "optimizer": optimizer, **self._scaler_state()}
         dcp_load(state, checkpoint_id=_folder(local_path))
         # Weights first: set_state_dict() writes them last, and a write of weights resets remainders.
-        set_model_state_dict(engine.module, weights)
-        set_optimizer_state_dict(engine.module, self.optimizer, optimizer)
+        set_model_state_dict(self.module, weights)
+        set_optimizer_state_dict(self.module, self.optimizer, optimizer)
         if "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
-        manager = engine.checkpoint_manager
+        manager = self.checkpoint_manager
         if Path(local_path, _extra(dist.get_world_size(), dist.get_rank())).exists():
             with _without(manager, "checkpoint_load_contents", "model", "optimizer"):
-                super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
-        elif manager.should_load_extra and engine.lr_scheduler is not None:
+                super().load_checkpoint(local_path, *args, **kwargs)
+        elif manager.should_load_extra and self.lr_scheduler is not None:
             files = sorted(Path(local_path).glob(_extra("*", 0)))
             saved = torch.load(files[0], weights_only=False)["lr_scheduler"] if files else None
             if saved is not None:
-                engine.lr_scheduler.load_state_dict(saved)
+                self.lr_scheduler.load_state_dict(saved)
 
     def _options(self) -> NamedOptions:
-        engine: Any = self
-        given = engine.optimizer_config.override_optimizer_config[KEY]
+        given = self.optimizer_config.override_optimizer_config[KEY]
         if given is not None and not isinstance(given, Mapping):
             raise ArgumentTypeError(
                 f"optim.override_optimizer_config.{KEY} must be a dict of options, such as {{}}, got {given!r}"
@@ -190,18 +186,17 @@ class MegascaleEngine:
 
     def _check_precision(self, module: nn.Module) -> None:
         """Raise UsageError for weights in 16 bits under FSDP1, or in another format than that of the forward."""
-        engine: Any = self
         held = {param.dtype for param in module.parameters() if param.requires_grad} & set(HALF_DTYPES)
-        if not held or engine.engine_config.forward_only:
+        if not held or self.engine_config.forward_only:
             return
-        if engine.engine_config.strategy != "fsdp2":
+        if self.engine_config.strategy != "fsdp2":
             raise UsageError(
-                f"strategy: {engine.engine_config.strategy} flattens weights in {held.pop()}, to which main params "
+                f"strategy: {self.engine_config.strategy} flattens weights in {held.pop()}, to which main params "
                 "cannot be added: set strategy: fsdp2, or model_dtype: fp32"
             )
         from verl.utils.torch_dtypes import PrecisionType
 
-        chosen = PrecisionType.to_dtype((engine.engine_config.mixed_precision or {}).get("param_dtype", "bf16"))
+        chosen = PrecisionType.to_dtype((self.engine_config.mixed_precision or {}).get("param_dtype", "bf16"))
         if held != {chosen}:
             raise UsageError(
                 f"model_dtype gives weights in {(held - {chosen}).pop()}, and mixed_precision.param_dtype computes in "
