@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from megascale.amp.overflows import named_params
 from megascale.errors import UsageError
 from megascale.kernels.compact_moments import SCALE_SUFFIX
 from megascale.rules import ADAM, MOMENT_CODES
-from megascale.utils.param_names import named_params
 
 _MOMENTS = {f"{name}{SCALE_SUFFIX}": name for name in MOMENT_CODES}
 """Moments by the names of their scales."""

@@ -1,7 +1,7 @@
 """ScalerOverflows: which gradients overflowed in an iteration that a GradScaler skipped."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,6 @@ from megascale.step.stalls import ROUNDING, WHY_SKIPPED, raise_excess
 from megascale.utils import validate
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import to_local
-from megascale.utils.param_names import named_params
 
 
 class _Iteration(NamedTuple):
@@ -144,6 +143,16 @@ class ScalerOverflows(LastOverflow):
             entry = described(name, describe_non_finite(grad), index, None, grad.numel())
             if entry.num_non_finite:
                 yield entry
+
+
+def named_params(param_groups: Iterable[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name, as in its group's ``param_names``, else its position, and every parameter, in their order."""
+    position = 0
+    for group in param_groups:
+        names = group.get("param_names") or [None] * len(group["params"])
+        for param, name in zip(group["params"], names, strict=True):
+            yield name or str(position), param
+            position += 1
 
 
 def _number(value: Tensor) -> float:

@@ -1,11 +1,8 @@
 """Names of parameters, compared without what wrappers such as torch.compile put into them."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
-from typing import Any
-
-from torch import Tensor
 
 from megascale.errors import StateDictError, listed
 
@@ -27,16 +24,6 @@ def bare(name: str) -> str:
     while len(parts) > 1 and parts[0] in WRAPPERS:
         parts = parts[1:]
     return _without([COMPILED], ".".join(parts))
-
-
-def named_params(param_groups: Iterable[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name, as in its group's ``param_names``, else its position, and every parameter, in their order."""
-    position = 0
-    for group in param_groups:
-        names = group.get("param_names") or [None] * len(group["params"])
-        for param, name in zip(group["params"], names, strict=True):
-            yield name or str(position), param
-            position += 1
 
 
 def renames(given: Iterable[str], live: Iterable[str], what: str) -> dict[str, str]:
