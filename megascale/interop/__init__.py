@@ -5,18 +5,8 @@ ours. There is one module per format, over :mod:`~megascale.interop.files` (read
 :mod:`~megascale.interop.scaler_state` (scalers) and :mod:`~megascale.interop.named_state` (main params and moments).
 """
 
-from megascale.interop.conversion import Conversion, convert
+from megascale.interop.conversion import convert
 from megascale.interop.deepspeed_scaler import DeepSpeedGradScaler
 from megascale.interop.loading import load_scaler_state
-from megascale.interop.named_state import FoundState
-from megascale.interop.scaler_state import FoundScaler, ScalerConfig
 
-__all__ = [
-    "Conversion",
-    "DeepSpeedGradScaler",
-    "FoundScaler",
-    "FoundState",
-    "ScalerConfig",
-    "convert",
-    "load_scaler_state",
-]
+__all__ = ["DeepSpeedGradScaler", "convert", "load_scaler_state"]

@@ -85,7 +85,7 @@ def non_finite_losses(losses: Sequence[Tensor] | None, rank: int) -> tuple[NonFi
 
 
 class WatchedModules(Protocol):
-    """A watch of a model's modules: :class:`megascale.debug.ModuleWatch`."""
+    """A watch of a model's modules: :class:`megascale.debug.modules.ModuleWatch`."""
 
     def has_param_of(self, ids: set[int]) -> bool:
         """Return whether the model has a parameter with one of these ids."""

@@ -9,7 +9,8 @@ import torch.utils.tensorboard as _  # noqa: F401  the program names its own ext
 from tqdm import tqdm
 
 from megascale.errors import ArgumentError
-from megascale.metrics import CsvFile, Sink, TensorBoard, WeightsAndBiases
+from megascale.metrics import CsvFile, TensorBoard, WeightsAndBiases
+from megascale.metrics.sinks import Sink
 from megascale.train.config import TrainConfig, as_dict
 from megascale.utils.atomic_files import atomic_write
 

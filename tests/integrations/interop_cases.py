@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.cli import main
-from megascale.interop import FoundScaler
+from megascale.interop.scaler_state import FoundScaler
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.1}
 BEFORE, AFTER = 61, 200

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer
-from megascale.debug import NonFiniteModule, TensorStatistics, report_overflows, watch
+from megascale.debug import report_overflows, watch
 from megascale.errors import ArgumentTypeError
+from megascale.step.overflow_report import NonFiniteModule, TensorStatistics
 from tests.counting import OperatorCounter
 from tests.overflow_cases import report_of
 

@@ -14,10 +14,18 @@ import torch
 from torch import nn
 
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, amp
-from megascale.debug import NonFiniteModule, TensorStatistics, report_overflows
+from megascale.debug import report_overflows
 from megascale.debug.reporting import line_of
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.step.overflow_report import NonFiniteLoss, OverflowEntry, OverflowReport, in_order, merged
+from megascale.step.overflow_report import (
+    NonFiniteLoss,
+    NonFiniteModule,
+    OverflowEntry,
+    OverflowReport,
+    TensorStatistics,
+    in_order,
+    merged,
+)
 from megascale.step.overflows import MOST_LOSSES, Losses, OverflowRecorder, non_finite_losses
 from tests.counting import OperatorCounter
 from tests.overflow_cases import AmpLoop, Planted, report_of, rows_of, step

@@ -14,7 +14,8 @@ from torch import nn
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
-from megascale.metrics import CsvFile, Sink, StepMetrics
+from megascale.metrics import CsvFile, StepMetrics
+from megascale.metrics.sinks import Sink
 from tests.counting import OperatorCounter
 from tests.pool import RankPool
 from tests.training import Tiny
