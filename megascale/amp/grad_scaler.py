@@ -102,7 +102,9 @@ class GradScaler(torch.amp.GradScaler):
         if enabled:
             factors = growth_factor, backoff_factor, growth_interval
             self._rule = limits.rule_of(min_scale, max_scale, *factors, hysteresis, hysteresis_reset)
-            self._is_constant = _is_constant(loss_scale)
+            if isinstance(loss_scale, str) and loss_scale != "dynamic":
+                raise ArgumentError(f"loss_scale must be 'dynamic', a number or None, got {loss_scale!r}")
+            self._is_constant = loss_scale is not None and loss_scale != "dynamic"
             name, first = ("loss_scale", loss_scale) if self._is_constant else ("init_scale", init_scale)
             init_scale = limits.scale_within(self._rule, name, first)
             validate.process_group("process_group", process_group)
@@ -445,12 +447,6 @@ class GradScaler(torch.amp.GradScaler):
             "overflows": copy(self.overflows),
         }
         return state
-
-
-def _is_constant(loss_scale: Any) -> bool:
-    if isinstance(loss_scale, str) and loss_scale != "dynamic":
-        raise ArgumentError(f"loss_scale must be 'dynamic', a number or None, got {loss_scale!r}")
-    return loss_scale is not None and loss_scale != "dynamic"
 
 
 def _check_unscaled(state: dict[str, Any]) -> None:

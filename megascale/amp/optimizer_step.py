@@ -73,7 +73,13 @@ def optimizer_step(
         optimizer.zero_grad()
     if isinstance(optimizer, MegascaleOptimizer):
         optimizer.scale_loss(loss).backward()
-        return _step_of_wrapper(optimizer, max_norm, max_value)
+        if max_norm is not None:
+            optimizer.clip_grad_norm_(max_norm)
+        if max_value is not None:
+            if max_norm is None:
+                optimizer.prepare_grads()
+            optimizer.clip_grad_value_(max_value)
+        return optimizer.step()
     scaler = _scaler_of(grad_scaler, loss.device)
     scaler.scale(loss).backward()
     if isinstance(scaler, GradScaler):
@@ -85,16 +91,6 @@ def optimizer_step(
 
 
 # Ways to step
-
-
-def _step_of_wrapper(optimizer: MegascaleOptimizer, max_norm: float | None, max_value: float | None) -> StepResult:
-    if max_norm is None:
-        optimizer.prepare_grads()
-    else:
-        optimizer.clip_grad_norm_(max_norm)
-    if max_value is not None:
-        optimizer.clip_grad_value_(max_value)
-    return optimizer.step_with_ready_grads()
 
 
 @torch.no_grad()

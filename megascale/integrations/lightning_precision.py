@@ -23,6 +23,7 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.integrations.lightning_scaling import PerBatchScaler
 from megascale.optimizer import MixedPrecisionOptimizer, StepResult
 from megascale.parallel import ParallelGroups
+from megascale.step.arguments import check_grad_scaler
 from megascale.utils import validate
 from megascale.utils.dtensors import to_local
 from megascale.utils.transfer import to_device_async
@@ -95,11 +96,7 @@ class PrecisionRecipe(Base):
         self.precision: Any = validate.one_of("precision", precision, MODES)
         self._mode = MODES[precision]
         self.config = _config_for(precision, config)
-        if grad_scaler is not None and not isinstance(grad_scaler, MegatronGradScaler):
-            raise ArgumentTypeError(
-                f"grad_scaler must be a MegatronGradScaler or None, got {type(grad_scaler).__name__}; "
-                "see DynamicGradScaler"
-            )
+        check_grad_scaler(grad_scaler)
         self._given_scaler = grad_scaler
         self._groups = groups
         self._device_type = "cpu"

@@ -20,7 +20,7 @@ from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.megatron_checkpoint import load_megatron_checkpoint, megatron_state_dict
 from megascale.integrations.megatron_config import from_megatron_config
-from megascale.integrations.megatron_groups import make_param_groups, overrides_refusal, params_refusal
+from megascale.integrations.megatron_groups import overrides_refusal, params_refusal
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 from megascale.utils.collectives import group_size, raise_together
@@ -217,7 +217,7 @@ def get_megatron_optimizer(
     Raises:
         ArgumentError: on every rank alike, naming what is not supported, and the remedy.
     """
-    from megatron.core.optimizer import get_standard_config_overrides
+    from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
     from megatron.core.utils import unwrap_model
 
     ours = from_megatron_config(config)
@@ -232,7 +232,9 @@ def get_megatron_optimizer(
         or overrides_refusal(config, chunks, overrides, options)
     )
     raise_together(error, resolved.grad_stats)
-    inner = build_inner_optimizer(ours, make_param_groups(config, chunks, overrides))
+    # In the order of Megatron's checkpoints: the dense optimizer's groups, then the expert optimizer's.
+    made: list[dict[str, Any]] = _get_param_groups(chunks, config, overrides)
+    inner = build_inner_optimizer(ours, sorted(made, key=lambda group: bool(group["is_expert_parallel"])))
     scaler = build_grad_scaler(ours)
     ours = effective_config(ours, inner, scaler)
     if ours.use_distributed_optimizer:

@@ -1,4 +1,4 @@
-"""Megatron-Core's param groups: its standard overrides, and checks of overrides and of marks on parameters.
+"""Megatron-Core's param groups: checks of overrides and of marks on parameters.
 
 Megatron accepts any key in an override. Keys that its schedule reads and options of the inner optimizer take effect
 here; every other key is refused by name.
@@ -19,17 +19,6 @@ WHOLE_OPTIMIZER = ("optimizer", "optimizer_cpu_offload", "overlap_param_gather_w
 
 Overrides = Mapping[Any, Mapping[str, Any]]
 """By ``megatron.core.optimizer.ParamKey``."""
-
-
-def make_param_groups(config: Any, chunks: Sequence[nn.Module], overrides: Overrides) -> list[dict[str, Any]]:
-    """Return Megatron's groups in the order of its checkpoints: the dense optimizer's, then the expert optimizer's.
-
-    Args: see :func:`overrides_refusal`.
-    """
-    from megatron.core.optimizer import _get_param_groups
-
-    made: list[dict[str, Any]] = _get_param_groups(chunks, config, overrides)
-    return sorted(made, key=lambda group: bool(group["is_expert_parallel"]))
 
 
 def overrides_refusal(

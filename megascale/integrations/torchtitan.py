@@ -104,7 +104,7 @@ class ScaledLoss:
         """Return the loss and its metrics."""
         loss, metrics = self.loss_fn(*args, **kwargs)
         if loss.requires_grad:
-            scale = self.optimizer.get_loss_scale().reshape(()).to(loss.dtype)
+            scale = self.optimizer.get_loss_scale().to(loss.dtype)
             loss.register_hook(lambda grad: grad * scale)
         return loss, metrics
 

@@ -127,7 +127,11 @@ class MegascaleTrainer(Base):
         optimizer = super().create_optimizer(model)
         if isinstance(optimizer, MegascaleOptimizer) or self.args.fp16:
             return optimizer
-        _name_params(optimizer, self.model if model is None else model)
+        # FSDP2 replaces parameters, and their names in the groups stay.
+        names = {id(param): name for name, param in (self.model if model is None else model).named_parameters()}
+        for group in optimizer.param_groups:
+            if all(id(param) in names for param in group["params"]):
+                group.setdefault("param_names", [names[id(param)] for param in group["params"]])
         wrap = partial(_wrapped, self)
         self.optimizer: Any = UnshardedOptimizer(optimizer, wrap) if self.accelerator.is_fsdp2 else wrap(optimizer)
         return self.optimizer
@@ -222,14 +226,6 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
             f"16 bits, model_init_kwargs={{'dtype': {str(dtype)!r}}} in TRL's configs"
         )
     cast_model(model, dtype)
-
-
-def _name_params(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Give each param group its parameters' names, which stay when FSDP2 replaces the parameters."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    for group in optimizer.param_groups:
-        if all(id(param) in names for param in group["params"]):
-            group.setdefault("param_names", [names[id(param)] for param in group["params"]])
 
 
 def _wrapped(trainer: Any, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:

@@ -87,7 +87,9 @@ class MegascaleEngine(Base):
 
     def _build_optimizer(self, module: nn.Module) -> Any:
         """Build verl's own optimizer, and wrap it where weights have 16 bits."""
-        with replaced(self, "optimizer_config", _without_ours(self.optimizer_config)):
+        given: Mapping[str, Any] = self.optimizer_config.override_optimizer_config
+        theirs = {name: value for name, value in given.items() if name != KEY}  # torch's class does not take our key
+        with replaced(self, "optimizer_config", replace(self.optimizer_config, override_optimizer_config=theirs)):
             optimizer = super()._build_optimizer(module)
         if not _has_16_bits(module):
             return optimizer
@@ -218,12 +220,6 @@ class MegascaleValueEngine(MegascaleEngine, FSDPEngineWithValueHead):
 
 def _has_16_bits(module: nn.Module) -> bool:
     return any(param.dtype in HALF_DTYPES for param in module.parameters())
-
-
-def _without_ours(config: Any) -> Any:
-    """Return verl's config of the optimizer without our key, which torch's class does not take."""
-    given: Mapping[str, Any] = config.override_optimizer_config
-    return replace(config, override_optimizer_config={name: value for name, value in given.items() if name != KEY})
 
 
 def _without(manager: Any, contents: str, *kinds: str) -> AbstractContextManager[None]:

@@ -320,7 +320,7 @@ def test_the_other_package_name() -> None:
             {"precision": "fp16"},
         ),
         (ArgumentError, "got torch.float16", {"precision": torch.float16}),
-        (ArgumentTypeError, "grad_scaler must be a MegatronGradScaler", {"grad_scaler": torch.amp.GradScaler("cpu")}),
+        (ArgumentTypeError, "grad_scaler is a torch.amp.GradScaler", {"grad_scaler": torch.amp.GradScaler("cpu")}),
         (ArgumentTypeError, "config must be an OptimizerConfig", {"config": {"fp16": True}}),
         (ArgumentError, "contradicts config.fp16=False, config.bf16=True", {"config": OptimizerConfig(bf16=True)}),
         (ArgumentError, "use_distributed_optimizer", {"config": OptimizerConfig(use_distributed_optimizer=True)}),
