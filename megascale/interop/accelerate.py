@@ -5,7 +5,7 @@ from typing import Any
 from megascale.errors import InteropError
 from megascale.interop import torch_amp
 from megascale.interop.files import read_file
-from megascale.interop.named_state import FoundState, Names, is_torch_state
+from megascale.interop.named_state import FoundState, Names
 from megascale.interop.scaler_state import FoundScaler
 from megascale.interop.source import Source
 from megascale.interop.torch_checkpoint import named_torch_state
@@ -35,8 +35,6 @@ def find_state(source: Source, names: Names | None = None) -> FoundState | None:
         raise InteropError(f"{source.where} holds {len(files)} optimizers; one is converted at a time")
     for path in files:
         saved: Any = read_file(path)
-        if not is_torch_state(saved):
-            raise InteropError(f"{path} holds an optimizer's state that is not torch's")
         models = source.files(*MODELS)
         model = read_file(models[0]) if models else None
         ordered = bool(models) and models[0].suffix != ".safetensors"

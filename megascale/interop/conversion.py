@@ -76,8 +76,10 @@ def convert(
     validate.flag("scaler_only", scaler_only)
     validate.flag("progress", progress)
     target = None if destination is None else Path(destination)
-    if target is not None:
-        _check_free(target)
+    if target is not None and target.exists():
+        raise InteropError(f"{target} exists already; choose another file, or remove it")
+    if target is not None and not target.parent.is_dir():
+        raise InteropError(f"{target} cannot be written: there is no folder {target.parent}")
     opened = open_source(source)
     scaler = find_scaler(opened, format, index, strict=strict)
     with damage_named(opened.where):
@@ -93,10 +95,3 @@ def convert(
         except (OSError, RuntimeError) as error:
             raise InteropError(f"{target} cannot be written: {error}") from error
     return converted
-
-
-def _check_free(target: Path) -> None:
-    if target.exists():
-        raise InteropError(f"{target} exists already; choose another file, or remove it")
-    if not target.parent.is_dir():
-        raise InteropError(f"{target} cannot be written: there is no folder {target.parent}")

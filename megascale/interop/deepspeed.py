@@ -37,14 +37,13 @@ def recognises(source: Source) -> bool:
 
 def checkpoint(source: Source) -> Source:
     """Return the folder of one checkpoint: ``source``, or the folder that its file ``latest`` names."""
-    folder = source.folder
-    latest = None if folder is None else folder / "latest"
-    if folder is None or latest is None or not latest.is_file():
-        return source
-    tag = latest.read_text().strip()
-    if not tag or Path(tag).name != tag or not (folder / tag).is_dir():
-        raise InteropError(f"{latest} names {tag!r}, which is no folder beside it")
-    return Source(str(folder / tag), folder=folder / tag)
+    for latest in filter(Path.is_file, source.files("latest")):
+        tag = latest.read_text().strip()
+        folder = latest.parent / tag
+        if not tag or Path(tag).name != tag or not folder.is_dir():
+            raise InteropError(f"{latest} names {tag!r}, which is no folder beside it")
+        return Source(str(folder), folder=folder)
+    return source
 
 
 def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
@@ -68,14 +67,13 @@ def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
 def parse(found: Any, ds_config: Mapping[str, Any]) -> FoundScaler:
     """Return the scaler in a scaler object or an optimizer's state. ``ds_config``: the engine's, if known."""
     scaler = found if _is_scaler(found) else found.get("loss_scaler")
-    if scaler is not None:
-        attributes = attributes_of(scaler)
-        is_dynamic = "scale_window" in attributes
-        return _dynamic_object(scaler, attributes) if is_dynamic else _static(attributes["cur_scale"])
-    if "cur_scale" not in found:
+    attributes = found if scaler is None else attributes_of(scaler)
+    if scaler is not None and "scale_window" in attributes:
+        return _dynamic_object(scaler, attributes)
+    if scaler is None and "cur_scale" not in found:
         return constant(SYSTEM, 1.0, not_mapped=("it trained in bf16 or fp32 and scaled no loss",))
-    if not found.get("dynamic_loss_scale"):
-        return _static(found["cur_scale"])
+    if scaler is not None or not found.get("dynamic_loss_scale"):
+        return constant(SYSTEM, attributes["cur_scale"], mapped=("cur_scale: a static loss scale",))
     floor = attributes_of(ds_config.get("fp16")).get("min_loss_scale", 1)
     return _dynamic(
         found | {"min_scale": floor},
@@ -102,10 +100,6 @@ def _optimizer_state(content: Any) -> Mapping[str, Any] | None:
         ):
             return state
     return None
-
-
-def _static(scale: Any) -> FoundScaler:
-    return constant(SYSTEM, scale, mapped=("cur_scale: a static loss scale",))
 
 
 def _dynamic_object(scaler: Any, attributes: Mapping[str, Any]) -> FoundScaler:
@@ -165,8 +159,10 @@ def _dynamic(
         min_scale=checked_scale(f"{system}'s min_scale:", values["min_scale"]),
         max_scale=LARGEST_SCALE,
     )
-    notes = [NO_CEILING.format(system=system)]
+    notes, tracker = [NO_CEILING.format(system=system)], clean % window
     if late:
+        # DeepSpeedGradScaler's tracker is 1 after a growth, and 0 only after an overflow.
+        tracker = (clean - 1) % window + 1 if clean else 0
         notes.append(
             f"DeepSpeed's first growth after an overflow takes {window + 1} clean steps, every further one {window}: "
             "build_grad_scaler() returns a DeepSpeedGradScaler, which does so; a DynamicGradScaler with a "
@@ -175,16 +171,9 @@ def _dynamic(
     return dynamic(
         system,
         values["cur_scale"],
-        _growth_tracker(clean, window, late),
+        tracker,
         hysteresis_tracker,
         rule,
         mapped=("cur_scale, scale_factor, scale_window, min_scale", "cur_iter - last_overflow_iter", *mapped),
         not_mapped=(*notes, *not_mapped),
     )
-
-
-def _growth_tracker(clean: int, window: int, late: bool) -> int:
-    """Return megascale's tracker after ``clean`` clean steps in a row; see :class:`DeepSpeedGradScaler`."""
-    if not late:
-        return clean % window
-    return (clean - 1) % window + 1 if clean else 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from megascale.interop.named_state import (
     Names,
     by_group,
     check_adam,
-    flat_names,
     is_torch_state,
     named,
     own,
@@ -72,7 +72,7 @@ def find_state(source: Source, names: Names | None = None) -> FoundState | None:
         found = _without_zero(saved, model, names, where)
     else:
         return None
-    check_rounding(found.main_params, _module(model), where)
+    check_rounding(found.main_params, model["module"], where)
     return found
 
 
@@ -92,11 +92,6 @@ def _model(source: Source) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(content, Mapping) or not isinstance(content.get("module"), Mapping):
         raise InteropError(f"{where} holds no model of DeepSpeed's; pass the checkpoint's folder")
     return where, content
-
-
-def _module(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    module: Mapping[str, Any] = model["module"]
-    return module
 
 
 def _shards(source: Source) -> list[Mapping[str, Any]]:
@@ -164,7 +159,7 @@ def _is_flat(value: Any) -> bool:
 
 def _without_zero(saved: Mapping[str, Any], model: Mapping[str, Any], names: Names | None, where: str) -> FoundState:
     """Return the state of FP16_Optimizer (flat) or FP16_UnfusedOptimizer (a main param for each parameter)."""
-    module, base = _module(model), saved.get("optimizer_state_dict")
+    module, base = model["module"], saved.get("optimizer_state_dict")
     if not is_torch_state(base):
         raise InteropError(f"{where} holds no optimizer of DeepSpeed's with main params; it may be torch's own")
     if "fp32_groups" in saved:
@@ -187,14 +182,14 @@ def _module_names(
 ) -> list[list[str]]:
     """Return names by flat group: given, or all of the model's weights in one group."""
     buffers = set(model.get("buffer_names") or ())
-    weights = [name for name in weights_in(_module(model)) if name not in buffers]
+    weights = [name for name in weights_in(model["module"]) if name not in buffers]
     if names is None:
         if len(mains) != 1:
             raise InteropError(f"{where} does not record which parameter is in which of {len(mains)} groups; {REMEDY}")
         return [weights]
     sizes = [len(names)] if all(isinstance(entry, str) for entry in names) else [len(group) for group in names]
     grouped = by_group(names, sizes, where)
-    if len(grouped) != len(mains) or not set(flat_names(grouped)) <= set(weights):
+    if len(grouped) != len(mains) or not {*chain(*grouped)} <= set(weights):
         raise InteropError(f"{where} has {len(mains)} groups, of the weights {', '.join(weights)}; got {grouped}")
     return grouped
 

@@ -9,7 +9,6 @@ import pickle
 import tarfile
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,10 +67,6 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tenso
     return tensor
 
 
-def _first(value: Any, *_: Any) -> Any:
-    return value
-
-
 def _from_type(rebuild: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """Return a tensor without its Python attributes, which Megatron-Core's main params have."""
     if isinstance(rebuild, _Maker):
@@ -88,8 +83,8 @@ _MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _first,
-    ("torch._utils", "_rebuild_parameter_with_state"): _first,
+    ("torch._utils", "_rebuild_parameter"): lambda value, *_: value,
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda value, *_: value,
     ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
 }
 # Python 2's module name, which pickle protocol 2 of torch.save keeps.
@@ -126,8 +121,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             raise InteropError(f"{path} is cut off: its header should have {length} bytes, the file has {size}")
         header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
-    place = partial(_map_tensor, path, 8 + length, size)
-    return {name: place(name, entry) for name, entry in header.items()}
+    return {name: _map_tensor(path, 8 + length, size, name, entry) for name, entry in header.items()}
 
 
 def _map_tensor(path: Path, start: int, size: int, name: str, entry: dict[str, Any]) -> Tensor:

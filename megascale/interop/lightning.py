@@ -4,7 +4,7 @@ from typing import Any
 
 from megascale.errors import InteropError
 from megascale.interop import apex, torch_amp
-from megascale.interop.named_state import FoundState, Names, is_torch_state
+from megascale.interop.named_state import FoundState, Names
 from megascale.interop.scaler_state import FoundScaler
 from megascale.interop.source import Source
 from megascale.interop.torch_checkpoint import named_torch_state
@@ -33,7 +33,5 @@ def find_state(source: Source, names: Names | None = None) -> FoundState | None:
     if len(optimizers) > 1:
         raise InteropError(f"{source.where} holds {len(optimizers)} optimizers; one is converted at a time")
     for saved in optimizers:
-        if not is_torch_state(saved):
-            raise InteropError(f"{source.where} holds an optimizer's state that is not torch's")
         return named_torch_state(SYSTEM, saved, source.entry("state_dict"), names, source.where)
     return None

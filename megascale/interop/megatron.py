@@ -61,15 +61,13 @@ def recognises(source: Source) -> bool:
 
 def checkpoint(source: Source) -> Source:
     """Return the folder of one iteration: ``source``, or the folder that its tracker file names."""
-    folder = source.folder
-    tracker = None if folder is None else folder / ITERATION_FILE
-    if folder is None or tracker is None or not tracker.is_file():
-        return source
-    word = tracker.read_text().strip()
-    if not (word.isdigit() or word == "release"):
-        raise InteropError(f"{tracker} names iteration {word[:40]!r}, which is neither a number nor 'release'")
-    named_folder = folder / (f"iter_{int(word):07d}" if word.isdigit() else word)
-    return Source(str(named_folder), folder=named_folder)
+    for tracker in filter(Path.is_file, source.files(ITERATION_FILE)):
+        word = tracker.read_text().strip()
+        if not (word.isdigit() or word == "release"):
+            raise InteropError(f"{tracker} names iteration {word[:40]!r}, which is neither a number nor 'release'")
+        folder = tracker.parent / (f"iter_{int(word):07d}" if word.isdigit() else word)
+        return Source(str(folder), folder=folder)
+    return source
 
 
 def _rank_file(source: Source, *, only: bool) -> Source:

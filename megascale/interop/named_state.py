@@ -1,6 +1,6 @@
 """Converts a torch optimizer's state dict, keyed by number, to megascale's state dict, keyed by name."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -173,8 +173,3 @@ def weights_in(model: Mapping[str, Any]) -> dict[str, Tensor]:
                 seen.add(place)
                 weights[name] = value
     return weights
-
-
-def flat_names(names: Iterable[Iterable[str]]) -> list[str]:
-    """Return the names of all groups, in order."""
-    return [name for group in names for name in group]

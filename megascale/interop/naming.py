@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megascale.errors import InteropError, listed
-from megascale.interop.named_state import is_torch_state, recorded_names, sizes_of, weights_in
+from megascale.interop.named_state import recorded_names, sizes_of, weights_in
 from megascale.utils.dtypes import HALF_DTYPES
 
 BUFFERS = ("running_mean", "running_var")
@@ -65,8 +65,6 @@ def names_by_order(saved: Mapping[str, Any], model: Mapping[str, Any] | None, wh
     Raises:
         InteropError: the names cannot be determined without guessing.
     """
-    if not is_torch_state(saved):
-        raise InteropError(f"{where} holds no state dict of a torch optimizer")
     recorded = recorded_names(saved)
     if recorded is not None:
         return recorded

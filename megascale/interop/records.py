@@ -27,9 +27,6 @@ class InertRecord:
         record.items = []
         return record
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass  # __new__ has recorded them; a pickle may call either
-
     def __setstate__(self, state: Any) -> None:
         parts = state if isinstance(state, tuple) else (state,)
         for part in parts:

@@ -97,7 +97,11 @@ class FoundScaler:
             )
         if reasons := [reason for reason in discontinuities(self.state, rule) if reason not in self.unfaithful]:
             raise InteropError(f"{self.system}: {'; '.join(reasons)}")
-        scaler = _dynamic_scaler(float(self.state["scale"]), rule)
+        factors: Any = (rule.min_scale, rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.hysteresis)
+        kind = DeepSpeedGradScaler if rule.late_first_growth else DynamicGradScaler
+        scaler = kind(
+            float(self.state["scale"]), *factors, max_scale=rule.max_scale, hysteresis_reset=rule.hysteresis_reset
+        )
         scaler.load_state_dict(self.state)
         return scaler
 
@@ -111,12 +115,6 @@ class FoundScaler:
                 "with: build_grad_scaler(initial_scale=...)"
             )
         return ConstantGradScaler(initial)
-
-
-def _dynamic_scaler(scale: float, rule: ScalerConfig) -> DynamicGradScaler:
-    factors: Any = (rule.min_scale, rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.hysteresis)
-    kind = DeepSpeedGradScaler if rule.late_first_growth else DynamicGradScaler
-    return kind(scale, *factors, max_scale=rule.max_scale, hysteresis_reset=rule.hysteresis_reset)
 
 
 def dynamic(

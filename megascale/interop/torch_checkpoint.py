@@ -1,6 +1,7 @@
 """Reads training checkpoints of plain torch: dicts of state dicts, under any keys."""
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from megascale.interop.named_state import (
     Names,
     by_group,
     check_shapes,
-    flat_names,
     is_torch_state,
     named,
     own,
@@ -72,7 +72,7 @@ def _is_model(value: Any) -> bool:
 
 def named_torch_state(
     system: str,
-    saved: Mapping[str, Any],
+    saved: Any,
     model: Mapping[str, Any] | None,
     names: Names | None,
     where: str,
@@ -90,8 +90,11 @@ def named_torch_state(
         ordered: whether ``model`` keeps the order of parameters.
 
     Raises:
-        InteropError: a name is not in the model or has another shape there, or names cannot be determined.
+        InteropError: ``saved`` is no torch optimizer's, a name is not in the model or has another shape there, or names
+            cannot be determined.
     """
+    if not is_torch_state(saved):
+        raise InteropError(f"{where} holds an optimizer's state that is not torch's")
     if names is None:
         grouped = names_by_order(saved, model if ordered else None, where)
     else:
@@ -103,10 +106,10 @@ def named_torch_state(
     if model is None:
         notes.append("no model is in it, so no main params: load into a model of fp32 weights, loaded before")
     else:
-        if unknown := [name for name in flat_names(grouped) if not isinstance(model.get(name), Tensor)]:
+        if unknown := [name for name in chain(*grouped) if not isinstance(model.get(name), Tensor)]:
             raise InteropError(f"{where}: the model has no parameter {listed(unknown)}")
         check_shapes(states, model, where)
-        mains = {name: _as_main(model[name]) for name in flat_names(grouped)}
+        mains = {name: _as_main(model[name]) for name in chain(*grouped)}
         mapped.append(f"{len(mains)} weights as main params: the optimizer updated them")
         if any(model[name].dtype in HALF_DTYPES for name in mains):
             notes.append("some weights are 16-bit and have no main params in it: the weights become these, in fp32")

@@ -54,9 +54,7 @@ def find_state(source: Source, names: Names | None = None) -> FoundState | None:
         raise InteropError(
             f"{files[0]} is megascale's own; load it with load_state_dict(), or resume with adopt(trainer)"
         )
-    if not is_torch_state(saved):
-        raise InteropError(f"{files[0]} holds an optimizer's state that is not torch's")
-    if names is None and recorded_names(saved) is None:
+    if names is None and is_torch_state(saved) and recorded_names(saved) is None:
         names = _names_of_model(source)
     return named_torch_state(SYSTEM, saved, _weights(source), names, source.where, ordered=False)
 
