@@ -31,7 +31,6 @@ import importlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -39,9 +38,9 @@ import torch
 from torch import Tensor
 
 from megascale.errors import UsageError
-from megascale.kernels.blocks import Row, Split, blocks_of, pieces_of
+from megascale.kernels.blocks import Row, blocks_of, pieces_of, rows_of
 from megascale.kernels.decision import Decision, TensorStats, stats_dtype
-from megascale.kernels.protocol import Operands
+from megascale.kernels.protocol import Operands, flags_at
 from megascale.kernels.remainders import takes_remainders
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper
@@ -85,16 +84,10 @@ class ApexBackend(TorchBackend):
     @takes_remainders
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        slow = super().adam_
-        if hyper.amsgrad:
-            return slow(operands, hyper, decision)
-        split = Split(operands, ["exp_avg", "exp_avg_sq"], _takes)
-        fast = partial(self._adam_rows_, split, operands, hyper, decision)
-        return split.joined(fast, lambda rest: slow(rest, hyper, decision))
-
-    def _adam_rows_(self, split: Split, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
-        """Update the rows of ``split``, one by one; returns a flag per row."""
-        steps, device = [operands.step[index] for index in split.taken], decision.found_inf.device
+        rows, there = rows_of(operands, ["exp_avg", "exp_avg_sq"])
+        if hyper.amsgrad or rows is None or not all(map(_takes, rows)):
+            return super().adam_(operands, hyper, decision)
+        steps, device = [operands.step[index] for index in there], decision.found_inf.device
         noop, counts = (decision.found_inf != 0).to(torch.int32).reshape(1), (torch.stack(steps) + 1).to(torch.int32)
         # A list, because the overload for a single tensor reads it on the host.
         torch._foreach_add_(steps, [1 - decision.found_inf] * len(steps))
@@ -105,7 +98,7 @@ class ApexBackend(TorchBackend):
         coefficient = -decision.coefficient if hyper.maximize else decision.coefficient
         inv_scale = coefficient.to(torch.float32).reshape(1)
         flags = []
-        for row, count in zip(split.rows, counts, strict=True):
+        for row, count in zip(rows, counts, strict=True):
             _, grad, model, *_ = row
             watched: list[Tensor] = []
             for block in blocks_of([row]):
@@ -124,8 +117,8 @@ class ApexBackend(TorchBackend):
                 watched += models if model.dtype == torch.float16 else []
             none = torch.zeros((), dtype=torch.bool, device=device)
             flags.append(self._norms(watched).isfinite().logical_not().any() if watched else none)
-        torch.autograd.graph.increment_version([tensor for main, _, *rest in split.rows for tensor in (main, *rest)])
-        return torch.stack(flags)
+        torch.autograd.graph.increment_version([tensor for main, _, *rest in rows for tensor in (main, *rest)])
+        return flags_at(there, torch.stack(flags), len(operands.main))
 
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the L2 norm of each 1-D tensor, none of them empty, in the statistics dtype, shape [len(tensors)]."""

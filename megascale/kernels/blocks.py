@@ -1,12 +1,12 @@
 """Cache-sized blocks: runs of 1-D pieces of many parameters that go through cache together, and their scratch."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from megascale.kernels.protocol import FP16_OVERFLOW, Operands, flags_at
+from megascale.kernels.protocol import FP16_OVERFLOW, Operands
+from megascale.kernels.tensors.tensor_list import TensorList
 
 BLOCK_ON_CPU = 1 << 18  # elements; 1 MiB of fp32 scratch stays in cache
 BLOCK_ON_DEVICE = 1 << 24  # elements; 64 MiB of fp32 scratch fills a GPU, and counts up to it are exact in fp32
@@ -145,45 +145,28 @@ def blocks_of(rows: list[Row]) -> Iterator[Block]:
         yield block
 
 
-class Split:
-    """The operands of one update in two parts, for a fast and for a slow path. What has no gradient is in neither.
+def rows_of(operands: Operands, names: Sequence[str]) -> tuple[list[Row] | None, list[int]]:
+    """Return the rows of all parameters that have a gradient, and their indices.
 
-    Args:
-        operands: one entry per parameter, at least one.
-        names: of the states, in their order in a row.
-        takes: tells whether the fast path supports these tensors: main, grad, model, states.
-
-    Attributes:
-        rows: 1-D views of the operands that ``takes`` accepts and that share one dense memory layout.
-        taken: the indices of the rows in the operands.
+    No rows: the tensors of one share no dense memory layout. ``names``: of the states, in their order in a row.
     """
+    columns = [operands.main, operands.grad, operands.model, *(operands.state[name] for name in names)]
+    rows: list[Row] = []
+    there = [index for index, grad in enumerate(operands.grad) if grad is not None]
+    for index in there:
+        main, grad, *rest = (column[index] for column in columns)
+        row = flat([main, grad, *rest]) or flat([main, torch.empty_like(main, dtype=grad.dtype).copy_(grad), *rest])
+        if row is None:
+            return None, there
+        rows.append(row)
+    return rows, there
 
-    def __init__(self, operands: Operands, names: list[str], takes: Callable[[Row], bool] | None = None) -> None:
-        self.rows: list[Row] = []
-        self.taken: list[int] = []
-        self._operands = operands
-        self._rest: list[int] = []
-        states = [operands.state[name] for name in names]
-        columns: list[Any] = [operands.main, operands.grad, operands.model, *states]
-        for index, tensors in enumerate(zip(*columns, strict=True)):
-            if tensors[1] is None:
-                continue
-            row = flat(list(tensors)) if takes is None or takes(list(tensors)) else None
-            if row is None:
-                self._rest.append(index)
-            else:
-                self.rows.append(row)
-                self.taken.append(index)
 
-    def joined(self, fast: Callable[[], Tensor], slow: Callable[[Operands], Tensor]) -> Tensor:
-        """Update both parts and return their flags in the order of the operands. No index is copied to a device."""
-        count = len(self._operands.main)
-        if not self._rest:
-            return flags_at(self.taken, fast(), count)
-        flags = dict(zip(self._rest, slow(self._operands.pick(self._rest)).unbind(), strict=True))
-        if self.taken:
-            flags |= dict(zip(self.taken, fast().unbind(), strict=True))
-        return flags_at(sorted(flags), torch.stack([flags[index] for index in sorted(flags)]), count)
+def share_layout(columns: Sequence[TensorList], *, in_order: bool) -> bool:
+    """Return whether the tensors of each parameter share one dense memory layout; ``in_order``: the row-major one."""
+    if all(column.forms.contiguous for column in columns):
+        return True
+    return not in_order and all(flat(list(row)) is not None for row in zip(*(c.filled for c in columns), strict=True))
 
 
 def flat(tensors: list[Tensor]) -> Row | None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megascale.kernels.blocks import Block, RoundingWatch, Scratch, Split, blocks_of, pieces_of, takes_many
+from megascale.kernels.blocks import Block, RoundingWatch, Row, Scratch, blocks_of, pieces_of, rows_of, takes_many
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
-from megascale.kernels.protocol import Operands, runs_of
+from megascale.kernels.protocol import Operands, flags_at, runs_of
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.remainders import TorchRemainders, takes_remainders
 from megascale.kernels.tensors.tensor_list import TensorList
@@ -56,14 +56,13 @@ class TorchBackend(TorchDecisions, TorchRemainders):
     @takes_remainders
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        if operands.has_codes:
-            return self._reference.adam_(operands, hyper, decision)
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
-        split = Split(operands, names)
-        steps = [operands.step[index] for index in split.taken]
-        if steps:
-            # A list, because the overload for a single tensor reads it on the host.
-            torch._foreach_add_(steps, [1 - decision.found_inf] * len(steps))
+        rows, there = rows_of(operands, names)
+        if rows is None or operands.has_codes:
+            return self._reference.adam_(operands, hyper, decision)
+        steps = [operands.step[index] for index in there]
+        # A list, because the overload for a single tensor reads it on the host.
+        torch._foreach_add_(steps, [1 - decision.found_inf] * len(steps))
         fused = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
 
         def update_(block: Block) -> None:
@@ -88,12 +87,13 @@ class TorchBackend(TorchDecisions, TorchRemainders):
             for index, copies in enumerate(moments):
                 block.narrow_(3 + index, copies)
 
-        return _by_blocks(split, update_, decision, lambda rest: self._reference.adam_(rest, hyper, decision))
+        return flags_at(there, _by_blocks(rows, update_), len(operands.main))
 
     @takes_remainders
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        if hyper.momentum != 0 and hyper.dampening != 0:
+        rows, there = rows_of(operands, ["momentum_buffer"] if hyper.momentum != 0 else [])
+        if rows is None or (hyper.momentum != 0 and hyper.dampening != 0):
             return self._reference.sgd_(operands, hyper, decision)
 
         def update_(block: Block) -> None:
@@ -115,19 +115,20 @@ class TorchBackend(TorchDecisions, TorchRemainders):
             if buffers:
                 block.narrow_(3, buffers)
 
-        split = Split(operands, ["momentum_buffer"] if hyper.momentum != 0 else [])
-        return _by_blocks(split, update_, decision, lambda rest: self._reference.sgd_(rest, hyper, decision))
+        return flags_at(there, _by_blocks(rows, update_), len(operands.main))
 
     @takes_remainders
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`. torch has no Lion kernel: the reference's code runs in cache."""
+        rows, there = rows_of(operands, ["exp_avg"])
+        if rows is None:
+            return self._reference.lion_(operands, hyper, decision)
 
         def update_(block: Block) -> None:
             main, grad, exp_avg = (block.column(index) for index in (0, 1, 3))
             self._reference.lion_(Operands(main, main, grad, {"exp_avg": exp_avg}), hyper, decision)
 
-        split = Split(operands, ["exp_avg"])
-        return _by_blocks(split, update_, decision, lambda rest: self._reference.lion_(rest, hyper, decision))
+        return flags_at(there, _by_blocks(rows, update_), len(operands.main))
 
     def write_back_(self, operands: Operands) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
@@ -169,15 +170,13 @@ def _measured_together(block: list[Tensor], scratch: Scratch, count_zeros: bool)
     return torch.stack([*columns, summed(found), *zeros], dim=1)
 
 
-def _by_blocks(
-    split: Split, update_: Callable[[Block], None], decision: Decision, slow: Callable[[Operands], Tensor]
-) -> Tensor:
-    """Update the rows of ``split`` block by block, and the rest the slow way. Returns the overflow flags."""
-    watch = RoundingWatch(len(split.rows))
-    for block in blocks_of(split.rows):
+def _by_blocks(rows: list[Row], update_: Callable[[Block], None]) -> Tensor:
+    """Update rows block by block. Returns their overflow flags."""
+    watch = RoundingWatch(len(rows))
+    for block in blocks_of(rows):
         update_(block)
         block.write_back_(watch)
-    return split.joined(lambda: watch.flags(decision.found_inf.device), slow)
+    return watch.flags(rows[0][0].device)
 
 
 def _rate(lr: float | Tensor) -> float | Tensor:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megascale.kernels.blocks import flat
 from megascale.main_params.main_param import MainParam
 from megascale.utils.dtensors import held
 
@@ -13,9 +14,10 @@ SLICE = 1 << 24
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class UpdateUnit:
-    """Main params that one kernel call updates: of one param group and device, all held as remainders or none.
+    """Main params that one kernel call updates: of one param group, device and dtype, all held as remainders or none.
 
-    The same object is kept, for caches, until params or memory change.
+    All of them share a dense memory layout with their model params, or none does. The same object is kept, for caches,
+    until params or memory change.
 
     Attributes:
         group: the index of their param group.
@@ -47,14 +49,14 @@ class UpdateUnit:
 
 def units_of(group: int, params: list[MainParam]) -> list[UpdateUnit]:
     """Return the units of parameters of one group; first those on devices, then slices of those in host memory."""
-    alike: dict[tuple[bool, torch.device, bool], list[MainParam]] = {}
+    alike: dict[tuple[bool, torch.device, torch.dtype, bool], list[MainParam]] = {}
     for param in params:
-        kind = param.on_host is not None, held(param.memory).device, param.remainder is not None
-        alike.setdefault(kind, []).append(param)
+        memory = held(param.memory)
+        is_dense = flat([memory, param.rounded if param.is_copy else memory]) is not None
+        alike.setdefault((param.on_host is not None, memory.device, memory.dtype, is_dense), []).append(param)
     units: list[UpdateUnit] = []
     for kind in sorted(alike, key=lambda kind: kind[0]):
-        taken: list[MainParam] = []
-        numel = 0
+        taken, numel = list[MainParam](), 0
         for param in alike[kind]:
             # While a slice travels, the next one is updated.
             if taken and param.on_host is not None and numel + param.main.numel() > SLICE:

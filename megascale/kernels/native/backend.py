@@ -1,13 +1,12 @@
 """The native backend: native.c over a table of pointers, one call for all tensors on a CPU.
 
-Bitwise the reference backend on main params and moments (with a learning rate in a tensor: within 1 ulp). fp64, tensors
-whose memory layouts differ, and tensors on other devices go to the torch backend.
+Bitwise the reference backend on main params and moments (with a learning rate in a tensor: within 1 ulp). Operands in
+fp64, with tensors whose memory layouts differ, or on other devices go to the torch backend.
 """
 
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from megascale.kernels.blocks import Split, flat
+from megascale.kernels.blocks import flat, share_layout
 from megascale.kernels.decision import (
     NUM_STATISTICS,
     Decision,
@@ -29,6 +28,7 @@ from megascale.kernels.native.compact import compact_rows
 from megascale.kernels.native.library import library
 from megascale.kernels.protocol import Operands
 from megascale.kernels.remainders import TorchRemainders
+from megascale.kernels.tensors.forms import Forms
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper, Hyper, LionHyper, SgdHyper
@@ -90,10 +90,11 @@ class _ScaleRule(ctypes.Structure):
 
 
 class _Table(NamedTuple):
-    """A table of operands that is reused from step to step."""
+    """A table of operands that is reused from step to step. ``forms``: of model params."""
 
     lengths: _Lengths
     rows: Array
+    forms: Forms
 
 
 class _Call(NamedTuple):
@@ -133,9 +134,9 @@ class NativeBackend(TorchDecisions, TorchRemainders):
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within 1,024 elements, fp64 across them."""
         looked = TensorList.of(grads)
-        if not _all_known(looked):
-            if not all(_takes([grad]) for grad in looked.filled):
-                return self._torch.measure(grads, count_zeros)
+        if not _are_readable(looked):
+            return self._torch.measure(grads, count_zeros)
+        if not looked.forms.contiguous:
             looked = TensorList(None if one is None else one if flat([one]) else one.contiguous() for one in grads)
         numels = looked.forms.numels
         if not np.array_equal(self._measured.numels, numels):
@@ -246,33 +247,24 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         )
 
     def _update(self, operands: Operands, names: list[str], call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
-        """Run native.c on the rows that it supports and ``slow`` on the others. Returns the overflow flags.
+        """Run native.c where it supports all operands, else ``slow``. Returns the overflow flags.
 
-        8-bit moments are compact.h's, all rows or none.
+        8-bit moments are compact.h's.
         """
         kept = operands.tables.get(NativeBackend)
         if kept is None or kept[0] != names:
-            kept = operands.tables[NativeBackend] = (names, _whole_table(operands, names))
-        table, grads = kept[1], TensorList.of(operands.grad, operands.model)
-        if table is not None and _all_known(grads):
-            increment_version(grads.beside(operands.model))  # autograd must see that saved weights have changed
-            return self._call(table, grads, call, has_codes=operands.has_codes)
-        if operands.remainder and call.decision is not None:
-            update = slow if operands.has_codes else partial(self._update, names=names, call=call, slow=slow)
-            return self.on_decoded(operands, update, call.decision.found_inf)
-        if operands.has_codes:
+            kept = operands.tables[NativeBackend] = (names, _table(operands, names))
+        table: _Table | None = kept[1]
+        if table is None:
             return slow(operands)
-        increment_version(grads.beside(operands.model))
-        split = Split(operands, names, _takes)
-        picked = operands.pick(split.taken)
+        grads = TensorList.of(operands.grad, operands.model)
+        are_alike = grads.forms.contiguous if table.forms.contiguous else grads.forms.strides == table.forms.strides
+        if not (are_alike and _are_readable(grads)):
+            grads = _in_form(grads, operands.model)
+        increment_version(grads.beside(operands.model))  # autograd must see that saved weights have changed
+        return self._call(table, grads, call, has_codes=operands.has_codes)
 
-        def fast() -> Tensor:
-            mains, grads, models, *states = map(TensorList, zip(*split.rows, strict=True))
-            return self._call(_table(mains, models, states, picked.step), TensorList.of(grads), call)
-
-        return split.joined(fast, slow)
-
-    def _call(self, table: _Table, grads: TensorList, call: _Call, *, has_codes: bool = False) -> Tensor:
+    def _call(self, table: _Table, grads: TensorList, call: _Call, *, has_codes: bool) -> Tensor:
         """Run native.c on a whole table. Returns the overflow flags. ``has_codes``: compact.h, whose rule is Adam's."""
         update, rule = self._library.update, [call.rule]
         if has_codes:
@@ -291,12 +283,6 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         return overflowed
 
 
-def _takes(tensors: Sequence[Tensor]) -> bool:
-    """Whether native.c supports the tensors of a row. A main param, the first of several, must be fp32."""
-    known = all(tensor.dtype in TYPES and tensor.device.type == "cpu" for tensor in tensors)
-    return known and (len(tensors) == 1 or tensors[0].dtype == torch.float32)
-
-
 def _is_on_cpu(*tensors: Tensor | None) -> bool:
     for tensor in tensors:  # noqa: SIM110  # in every step
         if tensor is not None and not tensor.is_cpu:
@@ -304,10 +290,18 @@ def _is_on_cpu(*tensors: Tensor | None) -> bool:
     return True
 
 
-def _all_known(tensors: TensorList) -> bool:
-    """Whether all tensors are contiguous and of dtypes that native.c supports."""
-    forms = tensors.forms
-    return forms.contiguous and forms.devices <= {CPU} and forms.kinds <= TYPES.keys()
+def _are_readable(tensors: TensorList) -> bool:
+    """Whether all tensors are on the CPU and of dtypes that native.c supports."""
+    return tensors.forms.devices <= {CPU} and tensors.forms.kinds <= TYPES.keys()
+
+
+def _in_form(grads: TensorList, models: Sequence[Tensor]) -> TensorList:
+    """Return gradients as native.c reads them: those of other strides than model params, or of other dtypes, copied."""
+    tensors = list(grads)
+    for index, (grad, model) in enumerate(zip(grads, models, strict=True)):
+        if grad is not None and (grad.stride() != model.stride() or not _are_readable(TensorList([grad]))):
+            tensors[index] = torch.empty_like(model, dtype=torch.float32).copy_(grad)
+    return TensorList.of(tensors, models)
 
 
 def _held_table(operands: Operands) -> _Table | None:
@@ -316,43 +310,34 @@ def _held_table(operands: Operands) -> _Table | None:
     if not all(column.forms.contiguous and column.forms.devices <= {CPU} for column in columns):
         return None
     rows = np.stack([*(column.pointers for column in columns), columns[1].forms.dtype_codes(TYPES)], axis=1)
-    return _Table(_Lengths(columns[0].forms.numels), rows)
+    return _Table(_Lengths(columns[0].forms.numels), rows, columns[1].forms)
 
 
-def _whole_table(operands: Operands, names: list[str]) -> _Table | None:
-    """Return a table of all operands; None unless all of them are contiguous and supported."""
+def _table(operands: Operands, names: list[str]) -> _Table | None:
+    """Return a table without gradients, of one row per parameter; None unless native.c supports all of them."""
+    models = TensorList.of(operands.model)
     if operands.has_codes:
         rows = None if "max_exp_avg_sq" in names else compact_rows(operands, TYPES)  # compact.h knows no amsgrad
-        return None if rows is None else _Table(_Lengths(TensorList.of(operands.model).forms.numels), rows)
-    models = TensorList.of(operands.model)
+        return None if rows is None else _Table(_Lengths(models.forms.numels), rows, models.forms)
     states = [TensorList.of(operands.state[name]) for name in names]
     deque(zip(operands.main, operands.grad, models, *states, strict=True), maxlen=0)  # raises for other lengths
-    if operands.remainder:
-        lefts = TensorList(operands.remainder)
-        if not (lefts.forms.contiguous and all(map(_all_known, (models, *states)))):
-            return None
-        table = _table(models, models, states, operands.step)
-        table.rows[:, MAIN], table.rows[:, MODEL], table.rows[:, REMAINDER] = 0, models.pointers, lefts.pointers
-        return table
-    mains = models if operands.main is operands.model else TensorList.of(operands.main)
-    if not all(map(_all_known, (mains, models, *states))) or mains.forms.kinds != {torch.float32}:
+    mains = models if operands.main is operands.model else TensorList.of(operands.remainder or operands.main)
+    is_held = len(operands.remainder) > 0
+    if not (all(map(_are_readable, (models, *states))) and share_layout([mains, models, *states], in_order=False)):
         return None
-    return _table(mains, models, states, operands.step)
-
-
-def _table(mains: TensorList, models: TensorList, states: Sequence[TensorList], steps: Sequence[Tensor]) -> _Table:
-    """Return a table without gradients, of one row per main param."""
+    if not is_held and not (mains.forms.devices <= {CPU} and mains.forms.kinds == {torch.float32}):
+        return None
     columns: Array = np.zeros((len(mains), COLUMNS), dtype=np.int64)
-    columns[:, MAIN] = mains.pointers
+    columns[:, REMAINDER if is_held else MAIN] = mains.pointers
     # An fp32 model param is its own main param.
     columns[:, MODEL] = np.where(models.pointers == mains.pointers, 0, models.pointers)
     columns[:, MODEL_TYPE] = models.forms.dtype_codes(TYPES)
     for index, state in enumerate(states):
         columns[:, STATE + index] = state.pointers
         columns[:, STATE_TYPE + index] = state.forms.dtype_codes(TYPES)
-    if steps:
-        columns[:, STEP] = TensorList.of(steps).pointers
-    return _Table(_Lengths(mains.forms.numels), columns)
+    if operands.step:
+        columns[:, STEP] = TensorList.of(operands.step).pointers
+    return _Table(_Lengths(mains.forms.numels), columns, models.forms)
 
 
 def _constants(hyper: Hyper) -> _Hyper:

@@ -79,6 +79,8 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         measured = TensorList.of(grads)
         device = self._check(measured.filled[0].device)
         plan = find_plan(self._measured, measured.forms.key, device, lambda: make_plan([], {}, grads=measured))
+        if not plan.tables:
+            return self._reference.measure(grads, count_zeros)
         addresses = plan.addresses_of(measured)
         stats = torch.empty(len(grads), 3, dtype=stats_dtype(device), device=device)
         for table in plan.tables:
@@ -90,11 +92,6 @@ class TritonBackend(TorchDecisions, TorchRemainders):
                 (table.rows, table.chunk_rows, table.counters, addresses, table.arrivals, partials, stats),
                 {"GRAD_DTYPE": self._kernels.LANGUAGE_DTYPES[table.grad_dtype], "COUNT_ZEROS": count_zeros, **sizes},
             )
-        if plan.rest:
-            theirs = self._reference.measure(measured.pick(plan.rest), count_zeros)
-            for column, values in enumerate(theirs):
-                if values is not None:
-                    _scatter(stats[:, column], plan.rest, values)
         sum_squares, non_finite, zeros = stats.unbind(1)
         return TensorStats(sum_squares, non_finite, zeros if count_zeros else None)
 
@@ -227,7 +224,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         scalars: tuple[float, ...],
         constants: dict[str, Any],
     ) -> Tensor:
-        """Update by a rule's kernel what tables hold, and the rest by the reference. Returns the overflow flags.
+        """Update by a rule's kernel, or by the reference what kernels cannot read. Returns the overflow flags.
 
         Args:
             states: by name, the states that the rule updates: how the kernel calls their dtypes.
@@ -239,6 +236,8 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         grads, names = TensorList.of(operands.grad, operands.model), list(states)
         key = (*names, counts_steps, grads.forms.key)
         plan = find_plan(operands.tables, key, device, lambda: _plan_of(operands, names, counts_steps, grads))
+        if not plan.tables:
+            return reference(operands, hyper, decision)
         addresses = plan.addresses_of(grads)
         flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
         numbers = (decision.found_inf, decision.coefficient, self._rate(hyper.lr, device), *scalars)
@@ -254,12 +253,10 @@ class TritonBackend(TorchDecisions, TorchRemainders):
                 **dict(zip(states.values(), dtypes, strict=True)),
             }
             self._update(kernel, table, (addresses, flags, *numbers), every)
-        if plan.rest:
-            _scatter(flags, plan.rest, reference(operands.pick(plan.rest), hyper, decision))
         # Autograd must see the writes, as those of torch's own in-place operations. Model params come last, as their
         # versions are read next.
         written = [*operands.state.values(), operands.step, operands.model]
-        if plan.rest or any(model is not None for _, model, *_ in (table.dtypes for table in plan.tables)):
+        if any(model is not None for _, model, *_ in (table.dtypes for table in plan.tables)):
             written.insert(0, operands.remainder or operands.main)  # which are copies
         torch.autograd.graph.increment_version(chain.from_iterable(map(grads.beside, filter(None, written))))
         return flags.view(torch.bool)
@@ -268,11 +265,11 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         """See :class:`megascale.kernels.Backend`."""
         device = self._check(operands.main[0].device)
         plan = self._plan_of_all(operands, "write_back_", [operands.main, operands.model])
+        if not plan.tables:
+            return self._reference.write_back_(operands)
         flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
         for table in plan.tables:
             self._update(self._kernels.write_back_kernel, table, (flags,), {"MODEL_DTYPE": self._dtypes(table)[1]})
-        if plan.rest:
-            _scatter(flags, plan.rest, self._reference.write_back_(operands.pick(plan.rest)))
         torch.autograd.graph.increment_version(operands.model)
         return flags.view(torch.bool)
 
@@ -281,19 +278,19 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         plan = self._plan_of_all(operands, "decode_", [operands.remainder, operands.model, operands.main])
         for table in plan.tables:
             self._update(self._kernels.decode_kernel, table, (), {"MODEL_DTYPE": self._dtypes(table)[1]})
-        if plan.rest:
-            super().decode_(operands.pick(plan.rest))
+        if not plan.tables:
+            super().decode_(operands)
         torch.autograd.graph.increment_version(operands.main)
 
     def encode_(self, operands: Operands, found_inf: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`. One launch per dtype of model params."""
         plan = self._plan_of_all(operands, "decode_", [operands.remainder, operands.model, operands.main])
+        if not plan.tables:
+            return super().encode_(operands, found_inf)
         flags = torch.empty(len(operands.model), dtype=torch.uint8, device=found_inf.device)
         for table in plan.tables:
             constants = {"MODEL_DTYPE": self._dtypes(table)[1]}
             self._update(self._kernels.encode_kernel, table, (flags, found_inf), constants)
-        if plan.rest:
-            _scatter(flags, plan.rest, super().encode_(operands.pick(plan.rest), found_inf))
         torch.autograd.graph.increment_version([*operands.model, *operands.remainder])
         return flags.view(torch.bool)
 
@@ -418,8 +415,3 @@ def _split_double(beta: float) -> tuple[float, float]:
 
 def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
-
-
-def _scatter(target: Tensor, indices: Sequence[int], values: Tensor) -> None:
-    for index, value in zip(indices, values.unbind(), strict=True):
-        target[index] = value

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
-from megascale.kernels.blocks import flat
+from megascale.kernels.blocks import share_layout
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import CODE_DTYPES
@@ -34,7 +34,6 @@ NUMEL, FIRST_CHUNK, SLOT, ALIGNED, STEP, START, FIRST_SCALE, SECOND_SCALE, TENSO
 SCALES = (FIRST_SCALE, SECOND_SCALE)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, REMAINDER_DTYPE, *CODE_DTYPES)
-IN_ORDER = (REMAINDER_DTYPE, *CODE_DTYPES)  # elements count from the parameter's first one, in row-major order
 SAME, UNKNOWN = len(DTYPES), -1  # further codes: the row's first tensor again; a dtype not in DTYPES
 
 Dtypes = tuple[torch.dtype | None, ...]
@@ -78,7 +77,7 @@ class DeviceTable:
 
 @dataclass
 class Plan:
-    """The tables of one call, and the indices of the parameters that are in none of them.
+    """The tables of one call; none where kernels cannot read all of its tensors.
 
     Attributes:
         places: what tells the addresses of the newest gradients apart from others.
@@ -86,7 +85,6 @@ class Plan:
     """
 
     tables: tuple[DeviceTable, ...]
-    rest: tuple[int, ...]
     places: bytes = b""
     addresses: Tensor | None = None
 
@@ -155,9 +153,13 @@ def make_plan(
         for other in column.forms.devices - {device}:
             raise ArgumentError(f"tensors of one kernel call are on {device} and on {other}; put them on one")
     codes = np.stack([column.forms.dtype_codes(_CODES) for column in every], axis=1)
-    takes = _takes(every, codes, has_main=len(columns) > 0)
-    for scales in (one for index, one in beside.items() if index in SCALES):
-        takes &= (scales.forms.dtype_codes(_CODES) == _CODES[torch.float32]) & list(map(Tensor.is_contiguous, scales))
+    scales = [one for index, one in beside.items() if index in SCALES]
+    has_codes = any(not column.forms.kinds.isdisjoint(CODE_DTYPES) for column in columns)
+    # A kernel counts elements in memory, and those of codes from the parameter's first one, in row-major order.
+    fits = (codes != UNKNOWN).all() and share_layout(every, in_order=has_codes)
+    fits = fits and all(one.forms.contiguous and one.forms.kinds == {torch.float32} for one in scales)
+    if not (fits and all(one.forms.kinds <= {torch.float32, REMAINDER_DTYPE} for one in columns[:1])):
+        return Plan(())
     columns_beside = {index: one.pointers for index, one in beside.items()}
     if starts:
         columns_beside[START] = np.array(starts, dtype=np.int64)
@@ -167,33 +169,13 @@ def make_plan(
         if index:
             codes[(pointers[:, index] == pointers[:, 0]) & (codes[:, index] == codes[:, 0]), index] = SAME
     tables = []
-    for members in _alike(codes, np.flatnonzero(takes)):
+    kinds = np.unique(codes, axis=0, return_inverse=True)[1].reshape(-1)
+    for members in (np.flatnonzero(kinds == kind) for kind in range(int(kinds.max()) + 1)):
         dtypes = tuple(None if code == SAME else DTYPES[code] for code in codes[members[0]].tolist())
         form = dtypes[: len(columns)], None if grads is None else dtypes[-1]
         rows_beside = {index: each[members] for index, each in columns_beside.items()}
         tables.append(_make_table(*form, members, pointers[members], numels[members], rows_beside, device))
-    return Plan(tuple(tables), tuple(np.flatnonzero(~takes).tolist()))
-
-
-def _takes(columns: Sequence[TensorList], codes: NDArray[np.int64], *, has_main: bool) -> NDArray[np.bool_]:
-    """Return, for each row, whether the kernels support it. ``codes``: of all columns, shape [rows, columns]."""
-    takes = (codes != UNKNOWN).all(axis=1)
-    in_order = np.logical_or.reduce([(codes == _CODES[dtype]).any(axis=1) for dtype in IN_ORDER])
-    if has_main:
-        takes &= np.isin(codes[:, 0], [_CODES[torch.float32], _CODES[REMAINDER_DTYPE]])
-    if not all(column.forms.contiguous for column in columns):
-        for index in np.flatnonzero(takes).tolist():
-            row = [column.filled[index] for column in columns]
-            takes[index] = all(map(Tensor.is_contiguous, row)) or not (in_order[index] or flat(row) is None)
-    return takes
-
-
-def _alike(codes: NDArray[np.int64], rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Group rows by their codes: each list has all rows of one combination, in order."""
-    if len(rows) == 0 or (codes[rows] == codes[rows[0]]).all():
-        return [rows] if len(rows) else []
-    _, kinds = np.unique(codes[rows], axis=0, return_inverse=True)
-    return [rows[kinds.reshape(-1) == kind] for kind in range(int(kinds.max()) + 1)]
+    return Plan(tuple(tables))
 
 
 def _make_table(
