@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -35,8 +37,9 @@ from megascale.utils.unraised import UnraisedError
 class Checkpointer:
     """Saves into, and loads from, one directory that all ranks share.
 
-    Every method is called by all ranks together. A save that is killed at any moment does not change earlier
-    checkpoints.
+    Every method is called by all ranks together, and so is the constructor: it makes a gloo group for a background
+    thread, and where the ranks' own group has no backend for the host (NCCL alone), so that a rank with a slow disk
+    does not run into NCCL's timeout. A save that is killed at any moment does not change earlier checkpoints.
 
     Args:
         directory: holds the checkpoints, `step_00000040` and so on; created at the first save.
@@ -69,12 +72,11 @@ class Checkpointer:
         self.async_save = validate.flag("async_save", async_save)
         self.check_replicas = validate.flag("check_replicas", check_replicas)
         self.progress = validate.flag("progress", progress)
-        self._groups = ParallelGroups.of(groups)
-        self._group = self._groups.grad_stats
+        given = ParallelGroups.of(groups)
+        self._group = _group_of_saves(given.grad_stats, in_background=self.async_save)
+        self._groups = replace(given, grad_stats=self._group)
         self._background = _Background()
         self._memory = HostMemory()
-        # The background thread has its own group, as its collectives must not interleave with training's.
-        self._background_group: ProcessGroup | None = None
 
     def __repr__(self) -> str:
         options = {"keep_last": self.keep_last, "async_save": self.async_save, "check_replicas": self.check_replicas}
@@ -114,14 +116,13 @@ class Checkpointer:
             folder = self._begin(step)
             with self._removed_on_error(folder):
                 if not self.async_save:
-                    return self._finish(pieces, manifest, folder, self._group)
+                    return self._finish(pieces, manifest, folder)
                 with raise_on_all_ranks("copy the checkpoint to host memory", self._group):
                     copies = dict(zip(pieces, self._memory.copied([*pieces.values()]), strict=True))
-        group = self._thread_group()
 
         def finish() -> None:
             with named("save the checkpoint in the background"), self._removed_on_error(folder):
-                self._finish(copies, manifest, folder, group)
+                self._finish(copies, manifest, folder)
 
         self._background.start(finish)
         return folders.path_of(self.directory, step)
@@ -225,10 +226,9 @@ class Checkpointer:
                 )
         return folder
 
-    def _finish(
-        self, pieces: Mapping[Place, Tensor], manifest: Manifest, folder: Path, group: ProcessGroup | None
-    ) -> Path:
+    def _finish(self, pieces: Mapping[Place, Tensor], manifest: Manifest, folder: Path) -> Path:
         """Write this rank's file; once every rank has, write the manifest and give the folder its final name."""
+        group = self._group
         is_first = group_rank(group) == 0
         path = folder / f"rank_{group_rank(group):05d}.safetensors"
         shown = self.progress and not self.async_save and is_first
@@ -252,10 +252,30 @@ class Checkpointer:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _thread_group(self) -> ProcessGroup | None:
-        if self._background_group is None:
-            self._background_group = twin_group(self._group)
-        return self._background_group
+
+_HOST_GROUPS: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+"""The groups over which saves in the foreground agree, by those of the ranks that save. Torch lets none of them go."""
+
+
+def _group_of_saves(group: ProcessGroup | None, *, in_background: bool) -> ProcessGroup | None:
+    """Return a group of the same ranks whose messages are the host's: a slow disk is then no timeout of NCCL's.
+
+    ``in_background``: one that nobody else has, as a thread's messages must not interleave with others.
+    """
+    if group is None:
+        return None
+    if not in_background and "cpu:" in dist.get_backend_config(group):
+        return group
+    twin = None if in_background else _HOST_GROUPS.get(group)
+    if twin is None:
+        with named(
+            "make a gloo group for saves; where ranks do not reach each other by their host names, set "
+            "GLOO_SOCKET_IFNAME to the network interface that connects them, on every rank"
+        ):
+            twin = twin_group(group)
+    if twin is not None and not in_background:
+        _HOST_GROUPS[group] = twin
+    return twin
 
 
 def save(

@@ -5,6 +5,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +65,28 @@ def _leave_block(checkpointer: Checkpointer) -> None:
 
 
 SURFACES: dict[str, Callable[[Checkpointer], Any]] = {
+    "a save in the foreground": Checkpointer.wait,
     "wait": Checkpointer.wait,
     "next save": lambda checkpointer: checkpointer.save(2, *build(0)),
     "end of the with block": _leave_block,
 }
 
 
-@pytest.mark.parametrize("surface", SURFACES.values(), ids=SURFACES)
-def test_background_error_surfaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surface: Callable[[Checkpointer], Any]
-) -> None:
-    """At wait(), at the next save, or at the end of the with block; once; with nothing left behind."""
+@pytest.mark.parametrize("surface", SURFACES)
+def test_an_error_surfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surface: str) -> None:
+    """In the background at wait(), at the next save, or at the end of the with block; else in the save itself. Once;
+    with nothing left behind.
+    """
     model, optimizer = build(0)
-    checkpointer = Checkpointer(tmp_path, async_save=True)
+    in_background = "foreground" not in surface
+    checkpointer = Checkpointer(tmp_path, async_save=in_background)
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", _full_disk)
-        checkpointer.save(1, model, optimizer)
+        begin, end = partial(checkpointer.save, 1, model, optimizer), partial(SURFACES[surface], checkpointer)
+        if in_background:
+            begin()
         with pytest.raises(CheckpointError, match=r"cannot write .*No space left on device"):
-            surface(checkpointer)
-    assert latest(tmp_path) is None
+            end() if in_background else begin()
     assert list(tmp_path.iterdir()) == []
     checkpointer.save(3, model, optimizer)
     checkpointer.wait()
@@ -119,13 +123,3 @@ def test_error_of_the_block_is_not_hidden(tmp_path: Path, monkeypatch: pytest.Mo
     checkpointer.save(1, model, optimizer)
     with pytest.raises(ZeroDivisionError), checkpointer:
         _ = 1 / 0
-
-
-def test_synchronous_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A synchronous save raises at once, and removes what it had written."""
-    model, optimizer = build(0)
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "fsync", _full_disk)
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            Checkpointer(tmp_path).save(1, model, optimizer)
-    assert list(tmp_path.iterdir()) == []
