@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.errors import ArgumentError, GradientError, MegascaleError, UsageError
+from megascale.errors import ArgumentError, GradientError, UsageError
 from megascale.grad_sync.grad_hook import owner_of, require_unowned
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.usable_grads import gradient_error
@@ -113,19 +113,10 @@ class ReadyGrads:
         except ArgumentError as error:
             raise ArgumentError(f"parameter {param.name!r}: {error}") from None
 
-    def finish(self) -> MegascaleError | None:
-        """Finish GradSync's reductions, also on a failed rank, as others wait for it; return its error."""
-        try:
-            if self._grad_sync is not None:
-                self._grad_sync.finish()
-        except MegascaleError as error:
-            return error
-        return None
-
     def collect(
         self, param_groups: Sequence[dict[str, Any]], main_params: MainParams, error: Exception | None
     ) -> Collected:
-        """Return the gradients there are, after :meth:`finish`. Parameters without a gradient take no part.
+        """Return the gradients there are, once reductions are finished. Parameters without a gradient take no part.
 
         A Partial DTensor gradient is replaced by the reduced one; also on a rank with an ``error``, which cannot step,
         as others wait for it.
@@ -189,7 +180,12 @@ class ReadyGrads:
             pairs = zip(parts, listed.params, strict=True)
             filled = [param.part if part is None else part for part, param in pairs]
         found = listed.reader.read(parts, filled)
-        if found is None or not (fit and _fit(listed, found.forms)):
+        if found is not None and found.forms is not listed.fitting:  # as in the first step, and seldom again
+            if found.forms.fit(listed.likes) and all(dtype.is_floating_point for dtype in found.forms.kinds):
+                listed.fitting = found.forms
+            else:
+                fit = False
+        if found is None or not fit:
             found = self._one_by_one(listed)
         elif self._grad_sync is not None:
             for index in listed.reader.moved:
@@ -268,15 +264,6 @@ class ReadyGrads:
 
     def _column(self, values: list[float]) -> Tensor:
         return to_device_async(torch.tensor(values, dtype=stats_dtype(self._device), device="cpu"), self._device)
-
-
-def _fit(listed: _Listed, forms: Forms) -> bool:
-    """Whether gradients of these forms have the shapes and devices of their parameters, and are floating point."""
-    if forms is not listed.fitting:
-        if not (forms.fit(listed.likes) and all(dtype.is_floating_point for dtype in forms.kinds)):
-            return False
-        listed.fitting = forms
-    return True
 
 
 def _place(models: list[Any], grads: list[Any], specs: list[Any]) -> bool:

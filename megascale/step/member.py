@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from megascale.config import StepConfig
-from megascale.errors import UsageError
+from megascale.errors import MegascaleError, UsageError
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Backend, Decision
@@ -220,7 +220,11 @@ class StepMember:
                     portable(options, f"param_groups[{index}]", copy=False)
         except Exception as error:  # whatever it is: other ranks wait
             found = error
-        found = self.grads.finish() or found
+        try:
+            if self.grad_sync is not None:
+                self.grad_sync.finish()  # also on a rank with an error: others wait for its reductions
+        except MegascaleError as error:
+            found = error
         try:
             collected = self.grads.collect(self.optimizer.param_groups, self.main_params, found)
             if collected.error is None:

@@ -153,7 +153,6 @@ class StepCounter:
         self.steps = 0
         self.skips = torch.zeros((), dtype=torch.int64, device=device)
         self._taken_before = 0
-        self._landed_before: int | Tensor = 0
         self._skipped_before: int | Tensor = 0
 
     def count(self, found_inf: Tensor, *, on_host: bool) -> None:
@@ -169,7 +168,7 @@ class StepCounter:
     @property
     def landed(self) -> Tensor:
         """All steps that landed, those before a load too: int64, 0-d, on the device."""
-        return self.steps - self.skips + self._landed_before
+        return self.taken - self.skipped
 
     @property
     def skipped(self) -> Tensor:
@@ -183,7 +182,6 @@ class StepCounter:
     def load_state_dict(self, counts: Mapping[str, int]) -> None:
         """Continue from counts that :func:`parse_counts` returned."""
         self._taken_before = counts["landed"] + counts["skipped"] - self.steps
-        self._landed_before = counts["landed"] - (self.steps - self.skips)
         self._skipped_before = counts["skipped"] - self.skips
 
 
