@@ -23,6 +23,7 @@ FIELDS = (
     FIRST,
     SECOND,
     "store_param_remainders",
+    "compact_state",
 )
 """Fields of OptimizerConfig that may be given: what builds the torch optimizer, and clips, is the other library's."""
 
