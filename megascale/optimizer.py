@@ -34,6 +34,7 @@ from megascale.step.result import StepResult as StepResult
 from megascale.step.update_selection import check_inner
 from megascale.utils import announce, validate
 from megascale.utils.calls import methods_outside_of_graphs
+from megascale.utils.collectives import carry_objects_on
 
 
 @methods_outside_of_graphs
@@ -100,6 +101,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         self._constructed = True
 
         self.device = device_of(optimizer)
+        carry_objects_on(self.device)
         main_params.live_in_host_memory(self.config, self.device)
         self.backend = select_backend(self.config.backend, self.device)
         self._member = StepMember(

@@ -128,6 +128,8 @@ class _BeforeStateDict(_Hook):
 def params_read_by(module: nn.Module) -> Iterable[nn.Parameter]:
     """Return the parameters that a module's forward may read: its own, of a module of torch its children's too.
 
+    A module whose forward is one of torch.cuda.make_graphed_callables() reads all that are in it.
+
     Those of a ParameterList or ParameterDict are its parent's: nobody calls one.
     A module under FSDP2 reads all that are in it: its root gathers, and prefetches, on streams that wait for the
     current one only when the root is called.
@@ -142,5 +144,8 @@ def params_read_by(module: nn.Module) -> Iterable[nn.Parameter]:
 def _reads_below(module: nn.Module) -> bool:
     # Unless FSDP2 is imported, no module is under it.
     if isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())):
+        return True
+    # A graph that torch has put in the place of a forward replays without the hooks of the modules inside.
+    if getattr(vars(module).get("forward"), "__module__", None) == "torch.cuda.graphs":
         return True
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, CALLERS)

@@ -36,6 +36,9 @@ _GROUPS_OF_OURS = 1 << 40
 _groups_made: Counter[tuple[int, ...]] = Counter()
 """How many groups each set of ranks has made: its ranks agree about it, as they make them together."""
 
+_object_device: list[int | None] = [None]
+"""The index of the device on which objects travel where no host backend does; None: the current one's."""
+
 _meetings: Counter[tuple[tuple[int, ...], str]] = Counter()
 """How often the ranks of a group have met for a call."""
 
@@ -244,12 +247,21 @@ def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     return tensor
 
 
+def carry_objects_on(device: torch.device) -> None:
+    """Let objects travel on ``device``, that of the parameters, where the backend has no host memory.
+
+    torch takes the current device: on ranks that never set it all would be on the first, which NCCL refuses, or hangs.
+    """
+    _object_device[0] = None if device.type in ("cpu", "meta") else device.index
+
+
 def all_gather_object(value: T, group: ProcessGroup | None) -> list[T]:
     """Return every rank's ``value``, in the order of ranks."""
     if group_size(group) == 1:
         return [value]
     gathered: list[Any] = [None] * group_size(group)
-    dist.all_gather_object(gathered, value, group=group)
+    with torch.accelerator.device_index(_object_device[0]):
+        dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
@@ -258,7 +270,8 @@ def broadcast_object(value: T, group: ProcessGroup | None) -> T:
     if group_size(group) == 1 or group is None:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    with torch.accelerator.device_index(_object_device[0]):
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     return box[0]
 
 

@@ -1,5 +1,6 @@
 """Saving and loading on several ranks: other world sizes, shards, and one error on all ranks."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,7 @@ def test_damaged_file_is_one_error_on_all_ranks(
     path.write_bytes(content) if how == "damaged" else path.unlink()
     messages = ranks.run(2, _load_damaged, tmp_path)
     assert messages[0] == messages[1]
-    assert f"rank {finder}: {path} is {how}" in messages[0][0]
-    assert messages[0][1] == []
+    assert (f"rank {finder}: {path} is {how}" in messages[0][0], messages[0][1]) == (True, [])
 
 
 def _save_refused(directory: Path) -> list[str]:
@@ -154,14 +154,15 @@ def test_refused_saves_and_loads_are_alike_on_all_ranks(ranks: RankPool, tmp_pat
     """What one rank refuses, all refuse, with that rank's message; what differs between ranks is noticed."""
     messages = ranks.run(2, _save_refused, tmp_path)
     assert messages[0] == messages[1]
-    wrong_type, user, step, model, existing, unfit = messages[0]
-    assert wrong_type.startswith("rank 1: user is a builtins.set")
-    assert user.startswith("ranks save different contents: user is ")
-    assert step.startswith("ranks save different contents: step is 2 on rank 0 and 3 on rank 1 ")
-    assert model.startswith("ranks save different contents: model is ")
-    assert "step_00000001 exists already" in existing
-    assert unfit.startswith("rank 1: ")
-    assert "does not fit the model" in unfit
+    expected = (
+        "rank 1: user is a builtins.set",
+        "ranks save different contents: user is ",
+        "ranks save different contents: step is 2 on rank 0 and 3 on rank 1 ",
+        "ranks save different contents: model is ",
+        ".*step_00000001 exists already",
+        "rank 1: .*does not fit the model",
+    )
+    assert all(re.match(words, message) for words, message in zip(expected, messages[0], strict=True))
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -171,17 +172,13 @@ def _parted(directory: Path, asynchronous: bool) -> list[Any]:
     for param in module.parameters():
         nn.init.constant_(param, 0.5)
     optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(module.named_parameters()))
-    found: list[Any] = []
     with Checkpointer(directory, async_save=asynchronous) as checkpointer:
         checkpointer.save(1, module, optimizer)
         with torch.no_grad():
             module.bias[1] += dist.get_rank()
-        try:
-            checkpointer.save(2, module, optimizer)
-        except CheckpointError as error:
-            found.append(str(error))
+        message = message_of(CheckpointError, lambda: checkpointer.save(2, module, optimizer))
     Checkpointer(directory, check_replicas=False).save(3, module, optimizer)
-    return [*found, sorted(path.name for path in directory.iterdir())]
+    return [message, sorted(path.name for path in directory.iterdir())]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -204,6 +201,4 @@ def _bars(directory: Path) -> str:
 def test_first_rank_alone_shows_bars(ranks: RankPool, tmp_path: Path) -> None:
     """All ranks of one host share its terminal."""
     first, second = ranks.run(2, _bars, tmp_path)
-    assert "saving:" in first
-    assert "reading:" in first
-    assert second == ""
+    assert ("saving:" in first, "reading:" in first, second) == (True, True, "")

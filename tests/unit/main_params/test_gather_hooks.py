@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -41,17 +42,20 @@ class _Users(nn.Module):
 
 def test_modules_wait_for_what_their_forward_reads() -> None:
     """Their own parameters; of torch's modules also those inside, which they may use themselves, unless they only call
-    what is inside.
+    what is inside, and of those whose forward torch replays as a graph.
     """
     waits, x = _Waits(), torch.ones(1, 2)
     users, calls, attention = _Users(), nn.Sequential(nn.Linear(2, 2)), nn.MultiheadAttention(2, 1)
+    graphed = _Users()
+    graphed.forward = FunctionType(_Users.forward.__code__, vars(torch.cuda.graphs), closure=None).__get__(graphed)  # type: ignore[method-assign]
     hooks = GatherHooks(waits)
-    hooks.add([users, calls, attention])
+    hooks.add([users, calls, attention, graphed])
     hooks.add([users])
     uses: list[tuple[Callable[[], Any], list[int | str]]] = [
         (lambda: users(x), [1, 2]),
         (lambda: calls(x), [0, 2]),
         (lambda: attention(x, x, x), [4]),
+        (lambda: graphed(x), [3, 2]),
         (users.state_dict, ["all"] * 2),
         (lambda: calls.load_state_dict(calls.state_dict()), ["all"] * 4),
     ]
