@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
@@ -13,40 +13,33 @@ T = TypeVar("T")
 
 
 @contextmanager
-def raise_on_all_ranks(doing: str, group: ProcessGroup | None) -> Iterator[None]:
+def raise_on_all_ranks(doing: str, group: ProcessGroup | None) -> Iterator[list[Any]]:
     """Run a block without communication; then raise on every rank of ``group`` if it raised on any.
 
-    Errors that are not megascale's become CheckpointError ("cannot ``doing``: ...").
+    Errors that are not megascale's become CheckpointError ("cannot ``doing``: ..."). The block is given a list, which
+    afterwards holds what the block has put into it, of each rank.
     """
     error: MegascaleError | None = None
+    shared: list[Any] = []
     try:
         with named(doing):
-            yield
+            yield shared
     except MegascaleError as raised:
         error = raised
-    _exchange(doing, None, error, group)
-
-
-def gathered(doing: str, make: Callable[[], T], group: ProcessGroup | None) -> list[T]:
-    """Return what ``make`` returns on each rank, or raise as :func:`raise_on_all_ranks` does, in one exchange."""
-    value: T | None = None
-    error: MegascaleError | None = None
     try:
-        with named(doing):
-            value = make()
-    except MegascaleError as raised:
-        error = raised
-    return _exchange(doing, cast(T, value), error, group)
-
-
-def _exchange(doing: str, value: T, error: MegascaleError | None, group: ProcessGroup | None) -> list[T]:
-    try:
-        return gather_or_raise(value, error, group)
+        shared[:] = gather_or_raise([*shared], error, group)
     except MegascaleError:
         raise
     except Exception as lost:
         # The group itself failed: a rank has died, or has left the training loop.
         raise CheckpointError(f"cannot {doing}: lost contact with another rank: {lost}") from (error or lost)
+
+
+def gathered(doing: str, make: Callable[[], T], group: ProcessGroup | None) -> list[T]:
+    """Return what ``make`` returns on each rank, or raise as :func:`raise_on_all_ranks` does, in one exchange."""
+    with raise_on_all_ranks(doing, group) as values:
+        values.append(make())
+    return [value for [value] in values]
 
 
 @contextmanager

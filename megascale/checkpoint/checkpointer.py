@@ -28,13 +28,13 @@ from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
 from megascale.utils import call_site, validate, wording
-from megascale.utils.collectives import broadcast_object, group_rank, group_size, twin_group
+from megascale.utils.collectives import group_rank, group_size, twin_group
 from megascale.utils.consensus import differing, explained
 from megascale.utils.progress import progress_bar
 from megascale.utils.unraised import UnraisedError
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """Saves into, and loads from, one directory that all ranks share.
 
     Every method is called by all ranks together, and so is the constructor: it makes a gloo group for a background
@@ -145,20 +145,17 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """Return the complete checkpoint of the highest step, the same on all ranks; None if there is none."""
         self.wait()
-        path: Path | None = None
-        with raise_on_all_ranks("look for checkpoints", self._group):
+
+        def look() -> Path | None:
             self._finish_removals()
-            if group_rank(self._group) == 0:
-                path = folders.latest(self.directory)
-        return broadcast_object(path, self._group)
+            return folders.latest(self.directory) if group_rank(self._group) == 0 else None
+
+        return gathered("look for checkpoints", look, self._group)[0]
 
     def _finish_removals(self) -> None:
         """Remove what a killed process no longer could: after its last save, no other save would."""
         if self.keep_last is not None and group_rank(self._group) == 0:
             folders.finish_removals(self.directory)
-
-    def __enter__(self) -> "Checkpointer":
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -104,7 +104,6 @@ def collect(
     groups: ParallelGroups,
 ) -> Contents:
     """Flatten everything to be saved. Raises ArgumentError or ArgumentTypeError for what a checkpoint cannot hold."""
-    check_types(model, optimizer)
     _refuse_local_shards(model, groups)
     weights = model_state(model)
     parts: dict[str, Any] = {"model": weights}

@@ -95,13 +95,11 @@ def begin(directory: Path, step: int) -> Path:
     return folder
 
 
-def commit(folder: Path, directory: Path, step: int) -> Path:
+def commit(folder: Path, directory: Path, step: int) -> None:
     """Rename a written folder to its final name; then the checkpoint exists, also after a power cut."""
     sync_folder(folder)
-    target = path_of(directory, step)
-    os.rename(folder, target)
+    os.rename(folder, path_of(directory, step))
     sync_folder(directory)
-    return target
 
 
 def prune(directory: Path, keep_last: int, saved_step: int) -> None:

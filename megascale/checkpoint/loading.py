@@ -35,7 +35,7 @@ from megascale.errors import CheckpointError, MegascaleError
 from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups
 from megascale.utils import validate
-from megascale.utils.collectives import broadcast_object, group_rank, group_size
+from megascale.utils.collectives import group_rank, group_size
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.progress import progress_bar
 
@@ -160,14 +160,8 @@ class _Staged:
 
 
 def _found_together(path: Path, step: int | None, group: ProcessGroup | None) -> Path:
-    found: Path | None = None
-    with raise_on_all_ranks(f"find a checkpoint in {path}", group):
-        if group_rank(group) == 0:
-            found = folders.find(path, step)
-    found = broadcast_object(found, group)
-    if found is None:
-        raise CheckpointError(f"cannot find a checkpoint in {path}: the first rank named none")
-    return found
+    is_first = group_rank(group) == 0
+    return gathered(f"find a checkpoint in {path}", lambda: folders.find(path, step) if is_first else path, group)[0]
 
 
 def _verify(folder: Path, manifest: Manifest, is_shown: bool, group: ProcessGroup | None) -> None:
@@ -213,7 +207,7 @@ def _stage(
     templates: dict[str, Tensor] = {}
     for tree in trees.values():
         templates.update(destination.templates(tree))
-    in_place = {key: template for key, template in templates.items() if destination.is_live(key, template)}
+    in_place = {key: template for key, template in templates.items() if template is destination.live.get(key)}
     new = {key: templates[key] for key in templates.keys() - in_place.keys()}
     planned = PlannedRead(folder, manifest, new)
     with progress_bar("reading", planned.nbytes, wanted=is_shown):

@@ -76,10 +76,6 @@ class ReadTargets:
                 templates[key] = torch.empty(shape, dtype=dtype, device="cpu")
         return templates
 
-    def is_live(self, key: str, template: Tensor) -> bool:
-        """Return whether ``template`` is live, so that reading into it is in place."""
-        return template is self.live.get(key)
-
 
 def _may_overflow(manifest: Manifest, state: Mapping[str, Any]) -> bool:
     """Return whether saved main params may overflow this model's fp16: then they must be read and checked first."""

@@ -43,7 +43,10 @@ def decode_(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> Non
                 f"{folder} holds {key!r} as a remainder and no weights beside it; save model and optimizer together"
             )
         weight_key, dtype = saved[key]
-        weights[key] = weight_key, _like(remainder, dtype)
+        weight = (
+            remainder.like(dtype) if isinstance(remainder, ParamShard) else torch.empty_like(remainder, dtype=dtype)
+        )
+        weights[key] = weight_key, weight
     PlannedRead(folder, manifest, dict(weights.values())).read()
     for key, (_, weight) in weights.items():
         tensors[key] = _decoded(weight, tensors[key])
@@ -57,13 +60,6 @@ def _weights(manifest: Manifest) -> dict[str, tuple[str, torch.dtype]]:
         for name, node in manifest.trees["model"]["dict"]
         for key, _, dtype in leaves(node)
     }
-
-
-def _like(remainder: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory for the weights of the elements that ``remainder`` has."""
-    if isinstance(remainder, ParamShard):
-        return remainder.like(dtype)
-    return torch.empty_like(remainder, dtype=dtype)
 
 
 def _decoded(weight: Tensor, remainder: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """ModuleWatch: names the first module whose output, or whose output's gradient, was not finite."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -57,7 +58,7 @@ class _Events:
         return NonFiniteModule(site.module, site.phase, int(call), inputs, output, own_rank())
 
 
-class ModuleWatch:
+class ModuleWatch(AbstractContextManager["ModuleWatch"]):
     """Hooks on all modules of a model; :func:`watch` makes it. A context manager that removes them at its end.
 
     Each device keeps the numbers of the first event: nothing is read until :meth:`first`, or until a skipped step is
@@ -107,9 +108,6 @@ class ModuleWatch:
         taken, self._rows = self._rows, {}
         self._before = _earlier(self._before, taken)
         return _Events(taken, self._sites)
-
-    def __enter__(self) -> "ModuleWatch":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.remove()
