@@ -118,41 +118,34 @@ class TorchRemainders:
             torch._foreach_copy_(part.remainder, _parts(torch.where(keeps, remainder, left), part.remainder))
         return torch.stack(flags)
 
-    def on_decoded(self, operands: Operands, update: Callable[[Operands], Any], found_inf: Tensor) -> Tensor:
-        """Run ``update`` on main params that are decoded before and encoded after it, some at a time.
-
-        ``update`` gets operands that are their own model params. Those without a gradient are not decoded: encoding
-        could give them another remainder. Returns what :meth:`encode_` does.
-        """
-        there = [index for index, grad in enumerate(operands.grad) if grad is not None]
-
-        def flags_of(places: Sequence[int]) -> Tensor:  # when it returns, its main params' memory is free for the next
-            part = operands.pick([there[place] for place in places])
-            part.main = [torch.empty_like(model, dtype=torch.float32) for model in part.model]
-            self.decode_(part)
-            update(replace(part, model=part.main, remainder=[]))
-            return self.encode_(part, found_inf)
-
-        flags = list(map(flags_of, runs_of([operands.model[index] for index in there], DECODED_NUMEL)))
-        if not flags:
-            return torch.zeros(len(operands.model), dtype=torch.bool, device=operands.model[0].device)
-        return flags_at(there, torch.cat(flags), len(operands.model))
-
 
 Update = Callable[[Any, Operands, Any, Decision], Tensor]
 
 
 def takes_remainders(update: Update) -> Update:
-    """Decorate a backend's update of main params: those that are held as remainders are decoded for it."""
+    """Decorate a backend's update of main params: those that are held as remainders are decoded for it, some at a time.
+
+    It gets operands that are their own model params. Those without a gradient are not decoded: encoding could give
+    them another remainder.
+    """
 
     @wraps(update)
     def decoding(backend: Any, operands: Operands, hyper: Any, decision: Decision) -> Tensor:
         if not operands.remainder:
             return update(backend, operands, hyper, decision)
-        flags: Tensor = backend.on_decoded(
-            operands, lambda decoded: update(backend, decoded, hyper, decision), decision.found_inf
-        )
-        return flags
+        there = [index for index, grad in enumerate(operands.grad) if grad is not None]
+
+        def flags_of(places: Sequence[int]) -> Any:  # when it returns, its main params' memory is free for the next
+            part = operands.pick([there[place] for place in places])
+            part.main = [torch.empty_like(model, dtype=torch.float32) for model in part.model]
+            backend.decode_(part)
+            update(backend, replace(part, model=part.main, remainder=[]), hyper, decision)
+            return backend.encode_(part, decision.found_inf)
+
+        flags = list(map(flags_of, runs_of([operands.model[index] for index in there], DECODED_NUMEL)))
+        if not flags:
+            return torch.zeros(len(operands.model), dtype=torch.bool, device=operands.model[0].device)
+        return flags_at(there, torch.cat(flags), len(operands.model))
 
     return decoding
 

@@ -6,7 +6,7 @@ fp64, with tensors whose memory layouts differ, or on other devices go to the to
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from megascale.kernels.blocks import flat, share_layout
+from megascale.kernels.compact_moments import SCALE_SUFFIX
 from megascale.kernels.decision import (
     NUM_STATISTICS,
     Decision,
@@ -24,21 +25,21 @@ from megascale.kernels.decision import (
     TensorStats,
     TorchDecisions,
 )
-from megascale.kernels.native.compact import compact_rows
 from megascale.kernels.native.library import library
 from megascale.kernels.protocol import Operands
 from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.tensors.forms import Forms
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.torch_backend import TorchBackend
-from megascale.rules import AdamHyper, Hyper, LionHyper, SgdHyper
+from megascale.rules import CODE_DTYPES, AdamHyper, Hyper, LionHyper, SgdHyper
 
 CHUNK = 65536  # elements; native.c's
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ADAM, SGD, LION, NOTHING = range(4)  # native.c's rules
 
-# The columns of native.c's Row, all 8 bytes wide.
+# The columns of native.c's Row, all 8 bytes wide. In compact.h's the last two stand where a Row has other ones.
 MAIN, MODEL, STATE, STEP, MODEL_TYPE, STATE_TYPE, REMAINDER = 0, 1, 2, 5, 6, 7, 10
+START, SCALE = STATE + 2, STATE_TYPE
 COLUMNS = 11
 Array = NDArray[np.int64]
 
@@ -103,13 +104,6 @@ class _Call(NamedTuple):
     rule: int
     constants: _Hyper
     decision: Decision | None
-
-    @property
-    def addresses(self) -> tuple[int | None, int | None]:
-        """Where ``found_inf`` and the gradients' coefficient are."""
-        if self.decision is None:
-            return None, None
-        return self.decision.found_inf.data_ptr(), self.decision.coefficient.data_ptr()
 
 
 class NativeBackend(TorchDecisions, TorchRemainders):
@@ -247,10 +241,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         )
 
     def _update(self, operands: Operands, names: list[str], call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
-        """Run native.c where it supports all operands, else ``slow``. Returns the overflow flags.
-
-        8-bit moments are compact.h's.
-        """
+        """Run native.c where it supports all operands, else ``slow``. Returns the overflow flags."""
         kept = operands.tables.get(NativeBackend)
         if kept is None or kept[0] != names:
             kept = operands.tables[NativeBackend] = (names, _table(operands, names))
@@ -262,21 +253,18 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         if not (are_alike and _are_readable(grads)):
             grads = _in_form(grads, operands.model)
         increment_version(grads.beside(operands.model))  # autograd must see that saved weights have changed
-        return self._call(table, grads, call, has_codes=operands.has_codes)
-
-    def _call(self, table: _Table, grads: TensorList, call: _Call, *, has_codes: bool) -> Tensor:
-        """Run native.c on a whole table. Returns the overflow flags. ``has_codes``: compact.h, whose rule is Adam's."""
         update, rule = self._library.update, [call.rule]
-        if has_codes:
+        if operands.has_codes:  # compact.h's, whose rule is Adam's
             update, rule = self._library.update_compact, []
-        overflowed = torch.empty(len(table.rows), dtype=torch.bool, device="cpu")
+        decision, overflowed = call.decision, torch.empty(len(table.rows), dtype=torch.bool, device="cpu")
         update(
             ctypes.byref(table.lengths),
             ctypes.byref(_Grads(grads)),
             table.rows.ctypes.data,
             *rule,
             ctypes.byref(call.constants),
-            *call.addresses,
+            None if decision is None else decision.found_inf.data_ptr(),
+            None if decision is None else decision.coefficient.data_ptr(),
             overflowed.data_ptr(),
             self.num_threads(),
         )
@@ -290,9 +278,9 @@ def _is_on_cpu(*tensors: Tensor | None) -> bool:
     return True
 
 
-def _are_readable(tensors: TensorList) -> bool:
-    """Whether all tensors are on the CPU and of dtypes that native.c supports."""
-    return tensors.forms.devices <= {CPU} and tensors.forms.kinds <= TYPES.keys()
+def _are_readable(tensors: TensorList, dtypes: Iterable[torch.dtype] = TYPES) -> bool:
+    """Whether all tensors are on the CPU and of these dtypes."""
+    return tensors.forms.devices <= {CPU} and tensors.forms.kinds.issubset(dtypes)
 
 
 def _in_form(grads: TensorList, models: Sequence[Tensor]) -> TensorList:
@@ -315,29 +303,32 @@ def _held_table(operands: Operands) -> _Table | None:
 
 def _table(operands: Operands, names: list[str]) -> _Table | None:
     """Return a table without gradients, of one row per parameter; None unless native.c supports all of them."""
-    models = TensorList.of(operands.model)
-    if operands.has_codes:
-        rows = None if "max_exp_avg_sq" in names else compact_rows(operands, TYPES)  # compact.h knows no amsgrad
-        return None if rows is None else _Table(_Lengths(models.forms.numels), rows, models.forms)
-    states = [TensorList.of(operands.state[name]) for name in names]
+    models, states = TensorList.of(operands.model), [TensorList.of(operands.state[name]) for name in names]
     deque(zip(operands.main, operands.grad, models, *states, strict=True), maxlen=0)  # raises for other lengths
     mains = models if operands.main is operands.model else TensorList.of(operands.remainder or operands.main)
-    is_held = len(operands.remainder) > 0
-    if not (all(map(_are_readable, (models, *states))) and share_layout([mains, models, *states], in_order=False)):
+    fits = _are_readable(models) and share_layout([mains, models, *states], in_order=operands.has_codes)
+    fits = fits and (len(operands.remainder) > 0 or _are_readable(mains, {torch.float32}))
+    if operands.has_codes:  # compact.h knows no amsgrad, and one dtype of a moment
+        fits = fits and len(states) == 2 and all(len(state.forms.kinds) == 1 for state in states)
+    state_dtypes = {torch.float32, *CODE_DTYPES} if operands.has_codes else TYPES
+    if not (fits and all(_are_readable(state, state_dtypes) for state in states)):
         return None
-    if not is_held and not (mains.forms.devices <= {CPU} and mains.forms.kinds == {torch.float32}):
-        return None
-    columns: Array = np.zeros((len(mains), COLUMNS), dtype=np.int64)
-    columns[:, REMAINDER if is_held else MAIN] = mains.pointers
+    rows: Array = np.zeros((len(mains), COLUMNS), dtype=np.int64)
+    rows[:, REMAINDER if operands.remainder else MAIN] = mains.pointers
     # An fp32 model param is its own main param.
-    columns[:, MODEL] = np.where(models.pointers == mains.pointers, 0, models.pointers)
-    columns[:, MODEL_TYPE] = models.forms.dtype_codes(TYPES)
-    for index, state in enumerate(states):
-        columns[:, STATE + index] = state.pointers
-        columns[:, STATE_TYPE + index] = state.forms.dtype_codes(TYPES)
+    rows[:, MODEL] = np.where(models.pointers == mains.pointers, 0, models.pointers)
+    rows[:, MODEL_TYPE] = models.forms.dtype_codes(TYPES)
+    for index, (name, state) in enumerate(zip(names, states, strict=True)):
+        rows[:, STATE + index] = state.pointers
+        if not operands.has_codes:
+            rows[:, STATE_TYPE + index] = state.forms.dtype_codes(TYPES)
+        elif not state.forms.kinds.isdisjoint(CODE_DTYPES):
+            rows[:, SCALE + index] = TensorList.of(operands.state[name + SCALE_SUFFIX]).pointers
     if operands.step:
-        columns[:, STEP] = TensorList.of(operands.step).pointers
-    return _Table(_Lengths(mains.forms.numels), columns, models.forms)
+        rows[:, STEP] = TensorList.of(operands.step).pointers
+    if operands.has_codes:
+        rows[:, START] = operands.start or 0
+    return _Table(_Lengths(mains.forms.numels), rows, models.forms)
 
 
 def _constants(hyper: Hyper) -> _Hyper:

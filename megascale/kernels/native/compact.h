@@ -22,11 +22,13 @@
 #define MANTISSA_BITS 0x7ffc00u
 #define ABOVE_ONE 0x3f800200u
 
-/* The tensors of a parameter. Scales are 0 where a moment is fp32. */
+/* The tensors of a parameter, where a Row has them. Scales are 0 where a moment is fp32. */
 typedef struct {
     char *main, *model, *first, *second;
-    float *first_scale, *second_scale, *step;
-    int64_t model_type, start; /* start: the index of the first element in the whole parameter */
+    int64_t start; /* the index of the first element in the whole parameter */
+    float *step;
+    int64_t model_type;
+    float *first_scale, *second_scale, *no_third;
     char *remainder; /* 0 where main has memory */
 } CompactRow;
 
@@ -433,13 +435,11 @@ void update_compact(const Lengths *all, const Grads *grads, const CompactRow *ro
                 const char *grad = grads->addresses[chunk.row];
                 if (!grad) continue;
                 const Row plain = {.main = row->main, .step = row->step};
-                CompactKind kind = {row->remainder != 0, grads->types[chunk.row],
-                                    row->model ? row->model_type : NONE,
+                CompactKind kind = {row->remainder != 0, grads->types[chunk.row], row->model ? row->model_type : NONE,
                                     row->first_scale != 0, row->second_scale != 0, l2, 0};
                 scalars_of(&plain, ADAM, hyper, &scalars);
-                int beyond = 0;
-                if (skip) beyond = !kind.held && kind.model == F16 && chunk_rounds_beyond(&plain, chunk);
-                else beyond = update_compact_chunk(row, grad, kind, &scalars, chunk, total > STREAMED);
+                int beyond = skip ? !kind.held && kind.model == F16 && chunk_rounds_beyond(&plain, chunk)
+                                  : update_compact_chunk(row, grad, kind, &scalars, chunk, total > STREAMED);
                 if (beyond) {
 #pragma omp atomic write
                     overflowed[chunk.row] = 1;

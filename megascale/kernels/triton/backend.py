@@ -354,7 +354,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         constants: dict[str, Any],
         options: dict[str, Any] = OPTIONS,
     ) -> None:
-        launch(kernel, programs, arguments, constants, options, self._kernels.INTERPRETED)
+        launch(kernel, programs, arguments, constants, options)
 
 
 def _plan_of(operands: Operands, names: list[str], counts_steps: bool, grads: TensorList) -> Plan:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _COMPILED: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-"""Loaded code and the constants that follow its arguments, by :func:`_kind`."""
+"""Loaded code and the constants that follow its arguments, by what Triton compiles it for."""
 
 
 def launch(
@@ -20,7 +20,6 @@ def launch(
     arguments: tuple[Any, ...],
     constants: dict[str, Any],
     options: dict[str, Any],
-    interpreted: bool,
 ) -> None:
     """Launch ``programs`` programs of a kernel on the current stream of its tensors' device.
 
@@ -30,25 +29,17 @@ def launch(
         arguments: all but constants, in the kernel's order; the first one is a tensor.
         constants: the kernel's constexpr arguments, by name.
         options: Triton's, such as ``num_warps``.
-        interpreted: the kernel runs in Triton's interpreter.
     """
     device = arguments[0].device
     # Triton launches on the current device.
     with nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index):
-        kind = _kind(kernel, device, arguments, constants, options)
+        types = [argument.dtype if isinstance(argument, Tensor) else type(argument) for argument in arguments]
+        kind = kernel.fn, device, *options.items(), *types, *constants.items()
         known = _COMPILED.get(kind)
         if known is not None:
             code, values = known
             code[programs, 1, 1](*arguments, *values)
             return
         code = kernel[(programs,)](*arguments, **constants, **options, enable_fp_fusion=False)
-        if not interpreted:
+        if device.type != "cpu":  # there Triton's interpreter runs it
             _COMPILED[kind] = code, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-
-
-def _kind(
-    kernel: Any, device: torch.device, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]
-) -> Hashable:
-    """Return the key of the compiled code that serves this launch."""
-    types = [argument.dtype if isinstance(argument, Tensor) else type(argument) for argument in arguments]
-    return kernel.fn, device, *options.items(), *types, *constants.items()
