@@ -15,7 +15,7 @@ from megascale.kernels import Decision
 from megascale.parallel import ParallelGroups
 from megascale.state.live_state import LiveState, Plan
 from megascale.state.schema import check_fits_model, check_layout, under_live_names
-from megascale.state.torch_layout import from_torch_layout, is_torch_layout, require_one_layout
+from megascale.state.torch_layout import from_torch_layout, require_one_layout
 from megascale.step import misuse
 from megascale.step.arguments import check_grad_scaler
 from megascale.step.description import described
@@ -461,7 +461,8 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         """
         lives = self.live_states()
         require_one_layout(state_dict)
-        if is_torch_layout(state_dict):
+        # Torch's own keys at the top, and not ours: of a torch optimizer, or of torch.distributed.checkpoint.
+        if isinstance(state_dict, Mapping) and "param_groups" in state_dict and "optimizer" not in state_dict:
             live = self._packed(copy=False, decode=True, to_load=True)
             state_dict = from_torch_layout(state_dict, live, strict=strict)
         check_layout(state_dict, strict=strict)

@@ -34,7 +34,6 @@ from megascale.step.result import StepResult as StepResult
 from megascale.step.update_selection import check_inner
 from megascale.utils import announce, validate
 from megascale.utils.calls import methods_outside_of_graphs
-from megascale.utils.collectives import carry_objects_on
 
 
 @methods_outside_of_graphs
@@ -101,7 +100,6 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         self._constructed = True
 
         self.device = device_of(optimizer)
-        carry_objects_on(self.device)
         main_params.live_in_host_memory(self.config, self.device)
         self.backend = select_backend(self.config.backend, self.device)
         self._member = StepMember(
@@ -124,10 +122,9 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         keep_loaded_state(self, optimizer)
         self.grad_scaler = grad_scaler
         if self.device.type != "meta":
-            announce.on_first_rank(self._summary)
-
-    def _summary(self) -> str:
-        return summary(type(self).__name__, self._member, self.groups, self.grad_scaler, self.clip_grad)
+            announce.on_first_rank(
+                lambda: summary(type(self).__name__, self._member, self.groups, self.grad_scaler, self.clip_grad)
+            )
 
     def _require_same(self, first: int) -> None:
         """Raise ArgumentError on all ranks if trainable parameters of the param groups from ``first`` on, or the

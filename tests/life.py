@@ -608,7 +608,9 @@ def _require(error: type[Exception], call: Callable[..., object], *arguments: ob
 def _whole(value: Any) -> Tensor:
     """Return a copy on the host of a tensor, of all ranks' parts."""
     whole = value.detach()
-    return (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).cpu().clone()
+    if hasattr(whole, "full_tensor"):
+        whole = whole.to(whole.device_mesh.device_type).full_tensor()  # whose collectives carry no state in host memory
+    return whole.cpu().clone()
 
 
 def _local(value: Tensor) -> Tensor:

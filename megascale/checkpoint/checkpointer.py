@@ -10,11 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint.agreement import gathered, named, raise_on_all_ranks
@@ -28,7 +25,7 @@ from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
 from megascale.utils import call_site, validate, wording
-from megascale.utils.collectives import group_rank, group_size, twin_group
+from megascale.utils.collectives import group_rank, group_size, host_group, twin_group
 from megascale.utils.consensus import differing, explained
 from megascale.utils.progress import progress_bar
 from megascale.utils.unraised import UnraisedError
@@ -73,7 +70,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.check_replicas = validate.flag("check_replicas", check_replicas)
         self.progress = validate.flag("progress", progress)
         given = ParallelGroups.of(groups)
-        self._group = _group_of_saves(given.grad_stats, in_background=self.async_save)
+        # A thread has a group of its own, as its messages must not interleave with those of training.
+        self._group = twin_group(given.grad_stats) if self.async_save else host_group(given.grad_stats)
         self._groups = replace(given, grad_stats=self._group)
         self._background = _Background()
         self._memory = HostMemory()
@@ -248,31 +246,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             if group_rank(self._group) == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-
-
-_HOST_GROUPS: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-"""The groups over which saves in the foreground agree, by those of the ranks that save. Torch lets none of them go."""
-
-
-def _group_of_saves(group: ProcessGroup | None, *, in_background: bool) -> ProcessGroup | None:
-    """Return a group of the same ranks whose messages are the host's: a slow disk is then no timeout of NCCL's.
-
-    ``in_background``: one that nobody else has, as a thread's messages must not interleave with others.
-    """
-    if group is None:
-        return None
-    if not in_background and "cpu:" in dist.get_backend_config(group):
-        return group
-    twin = None if in_background else _HOST_GROUPS.get(group)
-    if twin is None:
-        with named(
-            "make a gloo group for saves; where ranks do not reach each other by their host names, set "
-            "GLOO_SOCKET_IFNAME to the network interface that connects them, on every rank"
-        ):
-            twin = twin_group(group)
-    if twin is not None and not in_background:
-        _HOST_GROUPS[group] = twin
-    return twin
 
 
 def save(

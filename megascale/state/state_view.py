@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from megascale.errors import UsageError
-from megascale.main_params.main_param import MainParam
 from megascale.state import torch_layout as layout
 from megascale.state.live_state import LiveState
 from megascale.utils.autograd import detached
@@ -92,7 +91,11 @@ class ParamEntries(_View[str]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self._added_names:
-            self._write_added(name, value)
+            if not _are_equal(self._added(name), value):
+                raise UsageError(
+                    f"optimizer.state of {self._name()!r} was assigned another {name!r} than it has: that entry shows "
+                    "what the optimizer holds elsewhere; use load_state_dict() to change it"
+                )
         elif self._param in self._source.state:
             self._own[name] = value
         else:
@@ -123,12 +126,10 @@ class ParamEntries(_View[str]):
         names = self._source.main_params.names(self._source.param_groups)
         return names.get(id(self._param), "a parameter of no param group")
 
-    def _main(self) -> MainParam | None:
-        return self._source.main_params.get(self._param)
-
     def _added(self, name: str) -> Tensor | None:
         """Return an entry that is added; None where there is no such value. A scale and counts wait for the device."""
-        main, source = self._main(), self._source
+        source = self._source
+        main = source.main_params.get(self._param)
         if name == layout.NUM_STATES:
             return torch.tensor(len(self._own), device="cpu")
         if name == layout.SHARD_START:
@@ -141,13 +142,6 @@ class ParamEntries(_View[str]):
                 member.sync_from_model()
             return detached(main.value())
         return None if source.counter.skips.is_meta else layout.shared_entries(source.shared_values()).get(name)
-
-    def _write_added(self, name: str, value: Any) -> None:
-        if not _are_equal(self._added(name), value):
-            raise UsageError(
-                f"optimizer.state of {self._name()!r} was assigned another {name!r} than it has: that entry shows what "
-                "the optimizer holds elsewhere; use load_state_dict() to change it"
-            )
 
 
 class StateView(_View[Any]):

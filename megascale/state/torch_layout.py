@@ -17,6 +17,7 @@ ours goes into every parameter's state, next to the moments, as they carry that 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -142,8 +143,10 @@ class StateDict(dict[str, Any]):
         """Return a shallow copy, as :func:`torch.load` returns it: torch's optimizers copy what they load."""
         plain = OrderedDict(self)
         own = plain.get("optimizer", {})
+        entries = chain.from_iterable(state.items() for state in own.get("state", {}).values())
         # Torch would take codes for moments: it finds no state to load.
-        keys = [key for key in TORCH_KEYS if key in own and not (key == "state" and _holds_codes(own[key]))]
+        hidden = "state" if any(is_held_as_codes(key, value) for key, value in entries) else None
+        keys = [key for key in TORCH_KEYS if key in own and key != hidden]
         return OrderedDict([*plain.items(), *((key, own[key]) for key in keys)])
 
     def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
@@ -154,10 +157,6 @@ class StateDict(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StateDict":
         return StateDict(deepcopy(dict(self), memo))
-
-
-def _holds_codes(states: Mapping[str, Any]) -> bool:
-    return any(is_held_as_codes(key, value) for state in states.values() for key, value in state.items())
 
 
 def require_one_layout(state_dict: Any) -> None:
@@ -238,11 +237,6 @@ def require_free_names(name: str, entries: Mapping[str, Any]) -> None:
     """Raise StateDictError for an optimizer whose ``entries`` of parameter ``name`` have a name that we add."""
     if taken := sorted(TAKEN.intersection(entries)):
         raise StateDictError(f"optimizer state of {name!r} has entries called {taken}, names that megascale needs")
-
-
-def is_torch_layout(state_dict: Any) -> bool:
-    """Return whether ``state_dict`` has a torch optimizer's keys at the top, not ours."""
-    return isinstance(state_dict, Mapping) and "param_groups" in state_dict and "optimizer" not in state_dict
 
 
 def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:

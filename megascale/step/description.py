@@ -14,7 +14,7 @@ from megascale.step.member import StepMember
 from megascale.utils.collectives import group_size
 from megascale.utils.dtensors import is_dtensor, to_local
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.wording import count, dtype_name, size
+from megascale.utils.wording import count, size
 
 _INDENT = "    "
 _NO_16_BITS = (
@@ -97,7 +97,7 @@ def _parameters(member: StepMember) -> str:
     params, numels = _params(member), Counter[str]()
     for param in params:
         if param.requires_grad:
-            numels[dtype_name(param.dtype)] += param.numel()
+            numels[str(param.dtype).removeprefix("torch.")] += param.numel()
     frozen = sum(not param.requires_grad for param in params)
     parts = [f"{numel:,} in {dtype}" for dtype, numel in numels.items()] or ["none are trained"]
     parts += [f"{count(frozen, 'tensor')} frozen"] * bool(frozen) + ["DTensors"] * any(map(is_dtensor, params))

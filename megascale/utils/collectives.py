@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,8 @@ _GROUPS_OF_OURS = 1 << 40
 _groups_made: Counter[tuple[int, ...]] = Counter()
 """How many groups each set of ranks has made: its ranks agree about it, as they make them together."""
 
-_object_device: list[int | None] = [None]
-"""The index of the device on which objects travel where no host backend does; None: the current one's."""
+_host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup | None] = WeakKeyDictionary()
+"""See :func:`host_group`."""
 
 _meetings: Counter[tuple[tuple[int, ...], str]] = Counter()
 """How often the ranks of a group have met for a call."""
@@ -247,21 +248,12 @@ def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     return tensor
 
 
-def carry_objects_on(device: torch.device) -> None:
-    """Let objects travel on ``device``, that of the parameters, where the backend has no host memory.
-
-    torch takes the current device: on ranks that never set it all would be on the first, which NCCL refuses, or hangs.
-    """
-    _object_device[0] = None if device.type in ("cpu", "meta") else device.index
-
-
 def all_gather_object(value: T, group: ProcessGroup | None) -> list[T]:
     """Return every rank's ``value``, in the order of ranks."""
     if group_size(group) == 1:
         return [value]
     gathered: list[Any] = [None] * group_size(group)
-    with torch.accelerator.device_index(_object_device[0]):
-        dist.all_gather_object(gathered, value, group=group)
+    dist.all_gather_object(gathered, value, group=host_group(group))
     return gathered
 
 
@@ -270,9 +262,23 @@ def broadcast_object(value: T, group: ProcessGroup | None) -> T:
     if group_size(group) == 1 or group is None:
         return value
     box = [value]
-    with torch.accelerator.device_index(_object_device[0]):
-        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=host_group(group))
     return box[0]
+
+
+def host_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group over which objects travel between the ranks of ``group``, in host memory.
+
+    It is ``group`` if one of its backends carries tensors of the host. Beside NCCL alone it is a gloo group, made by
+    the first call, which every rank makes together: a constructor's comparison of the ranks. NCCL would send objects
+    through the current device, which is one and the same on all ranks of a program that never calls set_device; and
+    where a rank's disk is slow, NCCL's watchdog would end the ranks that wait for it.
+    """
+    if group is None or "cpu" in _backends(dist.get_backend_config(group)):
+        return group
+    if group not in _host_groups:
+        _host_groups[group] = twin_group(group)
+    return _host_groups[group]
 
 
 def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -283,7 +289,7 @@ def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
     Every rank of ``group`` calls it together. The new group lives until torch.distributed is destroyed.
 
     Raises:
-        torch.distributed.DistNetworkError: another rank has not joined it within the group's timeout.
+        RankError: gloo cannot connect the ranks, or another rank has not joined within the group's timeout.
     """
     if group is None or group.size() == 1:
         return None
@@ -291,8 +297,14 @@ def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
     is_part = len(ranks) != dist.get_world_size()
     timeout = timeout_of(group)
     make = partial(dist.new_group, ranks, backend="gloo", timeout=timeout, use_local_synchronization=is_part)
-    with _numbers_of_their_own(ranks) if is_part else nullcontext():
-        return make() if timeout is None else _joined(make, timeout)
+    try:
+        with _numbers_of_their_own(ranks) if is_part else nullcontext():
+            return make() if timeout is None else _joined(make, timeout)
+    except RuntimeError as error:
+        raise RankError(
+            f"no gloo group of ranks {ranks}, over which objects and checkpoints travel: {error}. Where hosts have "
+            "several network interfaces, set GLOO_SOCKET_IFNAME to the name of the one that connects them"
+        ) from error
 
 
 @contextmanager

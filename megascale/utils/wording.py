@@ -25,11 +25,6 @@ def either(names: Sequence[str]) -> str:
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype without ``torch.``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def call(name: str, *values: Any, **fields: Any) -> str:
     """Return ``name(value, field=value)``."""
     return f"{name}({', '.join([*map(repr, values), *(f'{key}={value!r}' for key, value in fields.items())])})"

@@ -1,20 +1,21 @@
 """Saving and loading on several ranks: other world sizes, shards, and one error on all ranks."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import all_gather_object
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import MixedPrecisionOptimizer
 from megascale.checkpoint import Checkpointer, load, save
-from megascale.errors import ArgumentTypeError, CheckpointError
+from megascale.errors import ArgumentTypeError, CheckpointError, RankError
 from megascale.utils import progress
 from megascale.utils.collectives import twin_group
 from tests.checkpoint_cases import build, differences, message_of, state_of, train
@@ -56,38 +57,39 @@ def test_state_of_ranks_and_of_all(ranks: RankPool, tmp_path: Path) -> None:
             assert (rank_state["rank"] if size == 2 else rank_state) == (rank if size == 2 else None)
 
 
-def _save_in_subgroup(directory: Path) -> tuple[str, list[Any], str] | None:
-    """Save and load over a group which says that it is NCCL's alone; return also what is sent over it, and an error."""
-    group = dist.new_group([1, 2])
+def _save_in_subgroup(directory: Path, backend: str) -> str | None:
+    group = dist.new_group([1, 2], backend=backend)
     if dist.get_rank() not in (1, 2):
         return None
     model, _ = build(0)
-    sent: list[Any] = []
-
-    def gather(gathered: list[Any], value: Any, group: Any) -> None:
-        sent.append(group)
-        all_gather_object(gathered, value, group)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
-        savers = [Checkpointer(directory, async_save=in_background, groups=group) for in_background in (False, True)]
-        patch.setattr(dist, "all_gather_object", gather)
-        for step, saver in enumerate(savers, start=1):
-            saver.save(step, model, rank_state=dist.get_rank())
-        loaded = saver.load(model)
-        assert loaded.rank_state == dist.get_rank()
-        patch.setattr(dist, "new_group", lambda *_, **__: 1 / 0)
-        message = message_of(CheckpointError, lambda: Checkpointer(directory, async_save=True, groups=group))
-    return str(loaded.path), [over for over in sent if over is group], message
+    savers = [Checkpointer(directory, async_save=in_background, groups=group) for in_background in (False, True)]
+    for step, saver in enumerate(savers, start=1):
+        saver.save(step, model, rank_state=dist.get_rank())
+    loaded = saver.load(model)
+    assert loaded.rank_state == dist.get_rank()
+    return str(loaded.path)
 
 
-def test_group_that_is_not_the_world(ranks: RankPool, tmp_path: Path) -> None:
-    """The ranks outside take no part, and the group's first rank is not the world's. Saves agree over the host: ranks
-    that waited for a slow disk in an NCCL kernel would be ended by its watchdog.
+@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
+def test_group_that_is_not_the_world(ranks: RankPool, tmp_path: Path, backend: str) -> None:
+    """The ranks outside take no part, and the group's first rank is not the world's. Where a group carries tensors of a
+    device alone, as NCCL does, objects travel beside it: ranks that waited for a slow disk in a kernel of NCCL would be
+    ended by its watchdog.
     """
-    found = ranks.run(4, _save_in_subgroup, tmp_path)
-    assert [each and each[:2] for each in found] == [None, *[(str(tmp_path / "step_00000002"), [])] * 2, None]
-    assert all("GLOO_SOCKET_IFNAME" in each[2] for each in found if each)
+    path = str(tmp_path / "step_00000002")
+    assert ranks.run(4, _save_in_subgroup, tmp_path, backend) == [None, path, path, None]
+
+
+def _construct_on_a_missing_interface(directory: Path) -> str:
+    with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="nosuch0"):
+        return message_of(RankError, lambda: Checkpointer(directory, async_save=True))
+
+
+def test_gloo_without_a_network_interface_is_told_at_construction(ranks: RankPool, tmp_path: Path) -> None:
+    """And not hours later by the first asynchronous save, or by a comparison of ranks that NCCL connects."""
+    for message in ranks.run(2, _construct_on_a_missing_interface, tmp_path):
+        assert "no gloo group of ranks [0, 1]" in message
+        assert "set GLOO_SOCKET_IFNAME to the name of the one that connects them" in message
 
 
 def _groups_after_a_twin(step: int) -> list[float]:

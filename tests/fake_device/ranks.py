@@ -61,7 +61,7 @@ class Given(distributed_c10d.Work):
 
 
 class StreamGroup(dist.ProcessGroup):
-    """The group of some ranks. Tensors of the host are in the results when a call returns."""
+    """The group of some ranks. As NCCL it carries tensors of a device alone, and none of the host."""
 
     def __init__(self, options: Any, backend_options: Any = None) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
@@ -148,10 +148,6 @@ class StreamGroup(dist.ProcessGroup):
         """Write results, behind what the current stream has, on this group's stream."""
         shaped = [value.view(to.shape) for value, to in zip(results, outputs, strict=True)]
         device = outputs[0].device
-        if device.type == "cpu":
-            for to, value in zip(outputs, shaped, strict=True):
-                to.detach().copy_(value)
-            return Given(None, ())
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
@@ -180,4 +176,4 @@ def _reduced(every: list[Tensor], operation: Any) -> Tensor:
 
 for _name, _before in _BEFORE.items():
     setattr(StreamGroup, _before, getattr(StreamGroup, _name))
-dist.Backend.register_backend(BACKEND, StreamGroup, extended_api=True, devices=["cpu", "cuda"])
+dist.Backend.register_backend(BACKEND, StreamGroup, extended_api=True, devices=["cuda"])

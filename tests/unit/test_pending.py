@@ -69,14 +69,6 @@ def test_two_threads_wait_for_the_same_messages() -> None:
     assert log == ["a"]
 
 
-def test_a_new_group_is_what_its_maker_returns_or_raises() -> None:
-    """In a thread, whose error is the caller's."""
-    group: Any = object()
-    assert _joined(lambda: group, timedelta(seconds=60)) is group
-    with pytest.raises(ZeroDivisionError):
-        _joined(lambda: 1 // 0, timedelta(seconds=60))  # type: ignore[arg-type,return-value]
-
-
 def test_a_group_that_others_do_not_join_is_given_up() -> None:
     """After the group's timeout, which the error names. The thread that still waits keeps no process alive."""
     end, waiting = threading.Event(), list[threading.Thread]()

@@ -96,25 +96,6 @@ def test_an_optimizer_without_gradients_is_refused_one_step_late(on_device: OnDe
     assert "no parameter of the optimizer has a gradient" in message
 
 
-def _objects_of_another_device(device: FakeDevice) -> set[int]:
-    world_of_two()
-    places = set()
-
-    def gather(gathered: list[Any], value: Any, group: Any) -> None:
-        places.add(torch.accelerator.current_device_index())
-        gathered[:] = [value] * 2
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dist, "all_gather_object", gather)
-        BUILD["sharded"](model().to("cuda:1"))
-    return places
-
-
-def test_objects_travel_on_the_parameters_device(on_device: OnDevice) -> None:
-    """In a program that never sets the current device: NCCL refuses two ranks on the first one, or hangs."""
-    assert on_device(_objects_of_another_device) == {1}
-
-
 def _sharded_over_gloo(device: FakeDevice) -> None:
     world_of_two()
     with pytest.MonkeyPatch.context() as patched:
