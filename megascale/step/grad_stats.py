@@ -201,7 +201,10 @@ def _measure_by_device(grads: TensorList, backend: Backend, count_zeros: bool, d
     places = [tensor.device for tensor in grads.filled]  # of a missing gradient, its parameter's
     parts = {}
     for place in grads.forms.devices:
-        theirs = grads.pick([index for index, other in enumerate(places) if other == place])
+        theirs = TensorList(
+            [grad for grad, other in zip(grads, places, strict=True) if other == place],
+            filled=[tensor for tensor in grads.filled if tensor.device == place],
+        )
         nothing = torch.zeros(len(theirs), dtype=stats_dtype(place), device=place)
         parts[place] = backend.measure(theirs, count_zeros) if theirs.num_there else TensorStats(*[nothing] * 3)
     runs = [(place, len(list(run))) for place, run in groupby(places)]

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-
-T = TypeVar("T")
 
 PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
 """What a tensor is that has memory of its own; any other type may be a wrapper."""
@@ -51,7 +49,6 @@ class Forms:
         _, self.dtypes, self._devices, self.shapes, self.strides, self._contiguous, *flags = columns
         self._negative, self._of_inference, self.requires_grad = flags
         self._codes: list[tuple[Mapping[torch.dtype, int], NDArray[np.int64]]] = []
-        self._picked: tuple[Sequence[int], Forms] | None = None
         self._cut: tuple[Sequence[slice], list[Forms]] | None = None
 
     @classmethod
@@ -59,12 +56,6 @@ class Forms:
         made = cls.__new__(cls)
         made._set(columns)
         return made
-
-    def pick(self, indices: Sequence[int]) -> "Forms":
-        """Return the forms of the tensors at ``indices``; the same object while these are the same."""
-        if self._picked is None or self._picked[0] != indices:
-            self._picked = indices, self._of([picked(column, indices) for column in self.columns])
-        return self._picked[1]
 
     def cut(self, parts: Sequence[slice]) -> "list[Forms]":
         """Return the forms of each part of the list; the same objects while ``parts`` are the same."""
@@ -126,7 +117,7 @@ class Forms:
 
     def are_whole(self, tensors: Sequence[Tensor], addresses: NDArray[np.int64], indices: NDArray[np.int64]) -> bool:
         """Return whether the storages of the ``tensors`` at ``indices``, which have these forms, hold all elements."""
-        asked = tensors if len(indices) == len(tensors) else picked(tensors, indices.tolist())
+        asked = tensors if len(indices) == len(tensors) else [tensors[index] for index in indices.tolist()]
         offsets = np.fromiter(map(Tensor.storage_offset, asked), np.int64, len(asked))
         nbytes = np.fromiter(map(_NBYTES, map(_STORAGE, asked)), np.int64, len(asked))
         reaches, itemsizes = self._extents
@@ -151,8 +142,3 @@ def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
 def has_zero_strides(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether elements of a tensor share memory, as in ``expand()``."""
     return any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
-
-
-def picked(items: Sequence[T], indices: Sequence[int]) -> list[T]:
-    """Return the items at ``indices``."""
-    return list(itemgetter(*indices)(items)) if len(indices) > 1 else [items[index] for index in indices]

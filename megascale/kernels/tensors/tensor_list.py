@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megascale.kernels.tensors.forms import Forms, picked
+from megascale.kernels.tensors.forms import Forms
 
 T = TypeVar("T")
 
@@ -74,17 +74,6 @@ class TensorList(Sequence[Any]):
         self.parts = parts
         return parts
 
-    def pick(self, indices: Sequence[int]) -> "TensorList":
-        """Return the tensors at ``indices``. What this list has read of them is not read again."""
-        tensors = picked(self.tensors, indices)
-        filled = picked(self.filled, indices) if self.missing else tensors
-        return TensorList(tensors, self.forms.pick(indices), self.pointers[list(indices)], filled)
-
-    @cached_property
-    def there(self) -> list[int]:
-        """The indices of those that are not missing."""
-        return [index for index, tensor in enumerate(self.tensors) if tensor is not None]
-
     def beside(self, column: Sequence[T]) -> Sequence[T]:
         """Return those items of a column, of the same length, beside which a tensor is not missing."""
         return (
@@ -107,7 +96,8 @@ class TensorList(Sequence[Any]):
         """The tensors, and what stands in for missing ones."""
         if not self.missing:
             return self.tensors
-        return [self.tensors[self.there[0]] if one is None else one for one in self.tensors]
+        first = next(filter(lambda tensor: tensor is not None, self.tensors))
+        return [first if tensor is None else tensor for tensor in self.tensors]
 
     @cached_property
     def forms(self) -> Forms:

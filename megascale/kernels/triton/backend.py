@@ -72,7 +72,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
 
     @property
     def _kernels(self) -> ModuleType:
-        return _imported_kernels()  # not kept here, so that an optimizer can be copied: a module cannot
+        return _import_kernels()  # not kept here, so that an optimizer can be copied: a module cannot
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`."""
@@ -387,13 +387,14 @@ def require_launch(device: torch.device) -> None:
 
 
 def _remedy(error: Exception) -> str:
-    folder = _imported_kernels().cache_folder()
+    folder = _import_kernels().cache_folder()
     failed = str(error.filename) if isinstance(error, OSError) and error.filename else ""
     if failed and (folder.startswith(failed) or failed.startswith(folder)):  # a parent of it, or what lies in it
         return f"Triton keeps compiled kernels in {folder}: set TRITON_CACHE_DIR to a folder that can be written"
     return "Triton builds its launcher in C: install gcc or clang, and Python's headers, or set CC"
 
 
+@functools.cache
 def _import_kernels() -> ModuleType:
     try:
         from megascale.kernels.triton import kernels as triton_kernels
@@ -402,11 +403,6 @@ def _import_kernels() -> ModuleType:
             raise
         raise UsageError("backend 'triton' needs triton: pip install triton, or choose backend 'torch'") from error
     return triton_kernels
-
-
-@functools.cache
-def _imported_kernels() -> ModuleType:
-    return _import_kernels()
 
 
 def _split_double(beta: float) -> tuple[float, float]:

@@ -24,7 +24,6 @@ from tests.unit.kernels.triton_cases import (
     HALF,
     HYPERS,
     SINGLE,
-    Row,
     decision_of,
     operands_of,
     same_operands,
@@ -141,8 +140,11 @@ def test_launches_do_not_grow_with_tensors(launches: Counter[str]) -> None:
 
 def test_launches_once_per_combination_of_dtypes(launches: Counter[str]) -> None:
     """Rows of other dtypes are launches of their own, whatever the order."""
-    rows: list[Row] = [(4, HALF, HALF, SINGLE), (4, BRAIN, BRAIN, SINGLE), (5, HALF, HALF, SINGLE)] * 3
-    TritonBackend().sgd_(operands_of(rows), HYPERS["sgd"], decision_of())  # type: ignore[arg-type]
+    TritonBackend().sgd_(
+        operands_of([(4, HALF, HALF, SINGLE), (4, BRAIN, BRAIN, SINGLE), (5, HALF, HALF, SINGLE)] * 3),
+        HYPERS["sgd"],  # type: ignore[arg-type]
+        decision_of(),
+    )
     assert launches == {"sgd_kernel": 2}
 
 
@@ -158,7 +160,9 @@ def test_tensors_on_several_devices_are_refused() -> None:
 def test_missing_triton_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without triton the backend says what to install, when it is asked for."""
     import megascale.kernels.triton as package
+    from megascale.kernels.triton import backend
 
+    backend._import_kernels.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "megascale.kernels.triton.kernels", raising=False)
     monkeypatch.delattr(package, "kernels", raising=False)
