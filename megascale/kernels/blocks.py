@@ -169,6 +169,19 @@ def share_layout(columns: Sequence[TensorList], *, in_order: bool) -> bool:
     return not in_order and all(flat(list(row)) is not None for row in zip(*(c.filled for c in columns), strict=True))
 
 
+def laid_out(grads: TensorList, models: Sequence[Tensor]) -> TensorList:
+    """Return gradients as kernels read them: those of other strides than their model params are copies."""
+    return TensorList.of(
+        [
+            grad
+            if grad is None or grad.stride() == model.stride()
+            else torch.empty_like(model, dtype=grad.dtype).copy_(grad)
+            for grad, model in zip(grads, models, strict=True)
+        ],
+        models,
+    )
+
+
 def flat(tensors: list[Tensor]) -> Row | None:
     """Return 1-D views in memory order if all tensors are dense with the same strides, else None."""
     if all(tensor.is_contiguous() for tensor in tensors):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from megascale.kernels.blocks import flat, share_layout
+from megascale.kernels.blocks import flat, laid_out, share_layout
 from megascale.kernels.compact_moments import SCALE_SUFFIX
 from megascale.kernels.decision import (
     NUM_STATISTICS,
@@ -246,12 +246,12 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         if kept is None or kept[0] != names:
             kept = operands.tables[NativeBackend] = (names, _table(operands, names))
         table: _Table | None = kept[1]
-        if table is None:
-            return slow(operands)
         grads = TensorList.of(operands.grad, operands.model)
+        if table is None or not _are_readable(grads):
+            return slow(operands)
         are_alike = grads.forms.contiguous if table.forms.contiguous else grads.forms.strides == table.forms.strides
-        if not (are_alike and _are_readable(grads)):
-            grads = _in_form(grads, operands.model)
+        if not are_alike:
+            grads = laid_out(grads, operands.model)
         increment_version(grads.beside(operands.model))  # autograd must see that saved weights have changed
         update, rule = self._library.update, [call.rule]
         if operands.has_codes:  # compact.h's, whose rule is Adam's
@@ -281,15 +281,6 @@ def _is_on_cpu(*tensors: Tensor | None) -> bool:
 def _are_readable(tensors: TensorList, dtypes: Iterable[torch.dtype] = TYPES) -> bool:
     """Whether all tensors are on the CPU and of these dtypes."""
     return tensors.forms.devices <= {CPU} and tensors.forms.kinds.issubset(dtypes)
-
-
-def _in_form(grads: TensorList, models: Sequence[Tensor]) -> TensorList:
-    """Return gradients as native.c reads them: those of other strides than model params, or of other dtypes, copied."""
-    tensors = list(grads)
-    for index, (grad, model) in enumerate(zip(grads, models, strict=True)):
-        if grad is not None and (grad.stride() != model.stride() or not _are_readable(TensorList([grad]))):
-            tensors[index] = torch.empty_like(model, dtype=torch.float32).copy_(grad)
-    return TensorList.of(tensors, models)
 
 
 def _held_table(operands: Operands) -> _Table | None:

@@ -1,8 +1,8 @@
 """The triton backend: one launch for the statistics and one for the update, whatever the number of tensors.
 
-Both reach their tensors through a table of pointers on the device. Tensors that share no dense memory layout, and fp64
-main params, are updated by the reference's arithmetic. On CPU tensors the kernels run in Triton's interpreter, for
-tests.
+Both reach their tensors through a table of pointers on the device. A unit whose main params are fp64, or share no
+dense memory layout with their state, is updated by the reference's arithmetic. Gradients of other strides are copied.
+On CPU tensors the kernels run in Triton's interpreter, for tests.
 """
 
 import functools
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megascale.errors import UsageError
+from megascale.kernels.blocks import laid_out
 from megascale.kernels.compact_moments import GROUP, SCALE_SUFFIX
 from megascale.kernels.decision import (
     CLIP_EPSILON,
@@ -234,8 +235,21 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         """
         device = self._check(operands.main[0].device)
         grads, names = TensorList.of(operands.grad, operands.model), list(states)
-        key = (*names, counts_steps, grads.forms.key)
-        plan = find_plan(operands.tables, key, device, lambda: _plan_of(operands, names, counts_steps, grads))
+        plan = find_plan(
+            operands.tables,
+            (*names, counts_steps, grads.forms.key),
+            device,
+            lambda: _plan_of(operands, names, counts_steps, grads),
+        )
+        if not plan.tables and not is_capturing(device):  # a graph's replays would read copies of its capture
+            # A GradSync's main grads, for one, lie in row-major order, whatever the order of their weights is.
+            grads = laid_out(grads, operands.model)
+            plan = find_plan(
+                operands.tables,
+                (*names, counts_steps, grads.forms.key),
+                device,
+                lambda: _plan_of(operands, names, counts_steps, grads),
+            )
         if not plan.tables:
             return reference(operands, hyper, decision)
         addresses = plan.addresses_of(grads)
