@@ -1,6 +1,7 @@
 """Checkpointer: saves model, optimizer with scaler, user state and each rank's own state as one atomic folder."""
 
 import contextlib
+import gc
 import os
 import shutil
 import threading
@@ -181,6 +182,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         collected: list[tuple[Contents, dict[Place, Tensor]]] = []
         rank = group_rank(self._group)
 
+        @_collector_paused()
         def look() -> tuple[dict[str, int], Tree, dict[str, Any], list[Place]]:
             contents = collect(model, optimizer, user_state, rank_state, rank, self._groups)
             pieces = pieces_of(contents.tensors, rank)
@@ -266,6 +268,21 @@ def save(
         directory, keep_last=keep_last, check_replicas=check_replicas, progress=progress, groups=groups
     )
     return checkpointer.save(step, model, optimizer, user_state=user_state, rank_state=rank_state)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Run a decorated function without Python's garbage collector: of many new containers it finds none dead.
+
+    It would visit all objects of the program again and again, which takes longer than to make these.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Background:

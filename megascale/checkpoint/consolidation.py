@@ -65,8 +65,7 @@ def consolidate(
     with named(f"consolidate {path}"):
         folder = folders.find(Path(path), step)
         manifest = Manifest.read(folder)
-        with progress_bar("verifying", manifest.nbytes(part=0, parts=1), wanted=progress):
-            manifest.verify(folder, part=0, parts=1)
+        manifest.verify(folder, progress=progress)
         parts = ["model", "optimizer"] if optimizer else ["model"]
         with progress_bar("reading", sum(map(_nbytes, [tree_of(manifest, part) for part in parts])), wanted=progress):
             weights = _weights(folder, manifest, dtype)

@@ -7,7 +7,6 @@ from pathlib import Path
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint.manifest import Manifest
 from megascale.errors import CheckpointError
-from megascale.utils.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,7 @@ def _inspected(folder: Path, checksums: bool, is_shown: bool) -> tuple[int | Non
     try:
         manifest = Manifest.read(folder)
         world_size = manifest.world_size
-        with progress_bar(f"verifying {folder.name}", manifest.nbytes(part=0, parts=1), wanted=is_shown):
-            manifest.verify(folder, part=0, parts=1, checksums=checksums)
+        manifest.verify(folder, checksums=checksums, progress=is_shown)
     except (CheckpointError, OSError) as error:
         return world_size, str(error).removesuffix("; load an earlier checkpoint")
     return world_size, None

@@ -107,7 +107,8 @@ def load(
         with raise_on_all_ranks(f"read the manifest of {folder}", group):
             manifest = Manifest.read(folder)
         is_shown = progress and group_rank(group) == 0
-        _verify(folder, manifest, is_shown, group)
+        with raise_on_all_ranks(f"verify {folder}", group):
+            manifest.verify(folder, part=group_rank(group), parts=group_size(group), progress=is_shown)
         found: list[_Staged] = []
 
         def stage() -> bool:
@@ -162,14 +163,6 @@ class _Staged:
 def _found_together(path: Path, step: int | None, group: ProcessGroup | None) -> Path:
     is_first = group_rank(group) == 0
     return gathered(f"find a checkpoint in {path}", lambda: folders.find(path, step) if is_first else path, group)[0]
-
-
-def _verify(folder: Path, manifest: Manifest, is_shown: bool, group: ProcessGroup | None) -> None:
-    """Compare this rank's part of the files with their checksums. Raises CheckpointError on all ranks alike."""
-    part, parts = group_rank(group), group_size(group)
-    total = manifest.nbytes(part=part, parts=parts)
-    with raise_on_all_ranks(f"verify {folder}", group), progress_bar("verifying", total, wanted=is_shown):
-        manifest.verify(folder, part=part, parts=parts)
 
 
 def _stage(

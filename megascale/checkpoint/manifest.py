@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from megascale.checkpoint.directory import MANIFEST_NAME
 from megascale.checkpoint.nest import Tree, leaves
 from megascale.errors import CheckpointError
-from megascale.utils.progress import advance
+from megascale.utils.progress import advance, progress_bar
 
 FORMAT = 2
 BLOCK_BYTES = 1 << 22
@@ -143,26 +143,26 @@ class Manifest:
                 )
         return Metadata(dict(stored))
 
-    def nbytes(self, *, part: int, parts: int) -> int:
-        """Return the bytes of every ``parts``-th file, beginning with the ``part``-th: what `verify` reads."""
-        return sum(self.files[name].size for name in sorted(self.files)[part::parts])
-
-    def verify(self, folder: Path, *, part: int, parts: int, checksums: bool = True) -> None:
+    def verify(
+        self, folder: Path, *, part: int = 0, parts: int = 1, checksums: bool = True, progress: bool = True
+    ) -> None:
         """Check size and checksum (or only size) of every ``parts``-th file, beginning with the ``part``-th.
 
         Raises:
             CheckpointError: one is missing or differs; the message names it.
         """
-        for name in sorted(self.files)[part::parts]:
-            path, expected = folder / name, self.files[name]
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing; load an earlier checkpoint")
-            if path.stat().st_size != expected.size:
-                raise CheckpointError(
-                    f"{path} has {path.stat().st_size} bytes, {expected.size} were written; load an earlier checkpoint"
-                )
-            if checksums and _crc32_of(path) != expected.crc32:
-                raise CheckpointError(f"{path} is damaged: its checksum does not fit; load an earlier checkpoint")
+        files = sorted(self.files.items())[part::parts]
+        with progress_bar(f"verifying {folder.name}", sum(file.size for _, file in files), wanted=progress):
+            for name, expected in files:
+                path = folder / name
+                if not path.is_file():
+                    raise CheckpointError(f"{path} is missing; load an earlier checkpoint")
+                if (size := path.stat().st_size) != expected.size:
+                    raise CheckpointError(
+                        f"{path} has {size} bytes, {expected.size} were written; load an earlier checkpoint"
+                    )
+                if checksums and _crc32_of(path) != expected.crc32:
+                    raise CheckpointError(f"{path} is damaged: its checksum does not fit; load an earlier checkpoint")
 
 
 def _is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:

@@ -39,8 +39,11 @@ def test_saving_loading_and_converting_show_bars(tmp_path: Path) -> None:
     runs, last = str(tmp_path / "runs"), str(tmp_path / "last.pt")
     cases: list[tuple[Callable[[str, bool], Any], list[str]]] = [
         (lambda to, on: Checkpointer(to, progress=on).save(2, model, optimizer), ["saving"]),
-        (lambda to, on: Checkpointer(runs, progress=on).load(model, optimizer), ["verifying", "reading"]),
-        (lambda to, on: consolidate(runs, to, optimizer=True, progress=on), ["verifying", "reading", "writing"]),
+        (lambda to, on: Checkpointer(runs, progress=on).load(model, optimizer), ["verifying step_00000001", "reading"]),
+        (
+            lambda to, on: consolidate(runs, to, optimizer=True, progress=on),
+            ["verifying step_00000001", "reading", "writing"],
+        ),
         (lambda to, on: checkpoint_program([runs, to] + ["--no-progress"] * (not on)), ["writing"]),
         (lambda to, on: checkpoint_program([runs] + ["--no-progress"] * (not on)), ["verifying step_00000001"]),
         (lambda to, on: convert(last, to, progress=on), ["writing"]),
