@@ -38,7 +38,8 @@ class StepGraph:
         optimizer: on one accelerator; Adam, AdamW, SGD, Lion or Muon, whose updates read the decision on the device.
         forward_backward: forward and backward, through ``optimizer.scale_loss``. None: the graph holds the step alone;
             before each replay, write gradients into the tensors that were ``.grad`` at construction.
-        warmup: runs before capture, at least 1: they compile kernels and make buffers.
+        warmup: runs before capture, at least 1: they compile kernels and make buffers. Eleven, as torch asks for where
+            DistributedDataParallel is in forward, which times its first ten by events that no capture may hold.
 
     Attributes:
         output: what ``forward_backward`` returned while captured. Its tensors hold the values of the latest replay.
@@ -53,7 +54,7 @@ class StepGraph:
         optimizer: MixedPrecisionOptimizer,
         forward_backward: Callable[[], Any] | None = None,
         *,
-        warmup: int = 3,
+        warmup: int = 11,
     ) -> None:
         validate.integer("warmup", warmup, minimum=1)
         check_capturable(optimizer)

@@ -7,7 +7,6 @@ allocation, so that moving parameters into flat memory needs the memory of one m
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -69,11 +68,6 @@ class FlatBucket:
     def shard(self, rank: int) -> Tensor:
         """Return the part that ``rank`` owns."""
         return self.flat[self.bucket.borders[rank] : self.bucket.borders[rank + 1]]
-
-    def uneven_shards(self) -> list[Tensor] | None:
-        """Return the parts of all ranks, in order; None where they are equal."""
-        shards = [self.flat[begin:end] for begin, end in pairwise(self.bucket.borders)]
-        return None if len(set(map(Tensor.numel, shards))) == 1 else shards
 
     def parts(self, rank: int) -> dict[str, Tensor]:
         """Return the memory of what ``rank`` owns of each parameter, by name: 1-D, empty where it owns nothing.

@@ -36,7 +36,7 @@ from megascale.utils import validate
 from megascale.utils.autograd import without_grad
 from megascale.utils.collectives import group_size
 from megascale.utils.streams import new_stream
-from megascale.utils.transfer import to_device_async
+from megascale.utils.transfer import is_capturing, to_device_async
 
 ReducedHook = Callable[[Tensor], None]
 
@@ -87,6 +87,8 @@ class GradSync:
     """Whether only this rank's shard of every bucket is reduced."""
     has_taken: bool
     """Whether it has ever taken a gradient of this rank."""
+    in_step_graph: bool
+    """Whether a StepGraph has rehearsed the step: a captured backward is followed by the step in the same graph."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class GradSync:
         self._finished = False
         self._is_away = self._pinned = False
         self._ddp_is_absent = False
-        self.has_taken = False
+        self.has_taken = self.in_step_graph = False
         refuse_while_there(self)
         self.add(named_parameters)
         if not self.buckets and not self.is_sharded:
@@ -432,6 +434,13 @@ class GradSync:
                     bucket.memory.order.write(name)
                 # The first gradient of a step overwrites: zero_() clears no memory, which saves a pass over it.
                 if name in bucket.fresh:
+                    is_first = in_backward and len(bucket.fresh) == len(bucket.params)
+                    if is_first and not self.in_step_graph and is_capturing(grad.device):
+                        raise UsageError(
+                            f"a graph captures the backward pass of {name!r}: its replays call no hook of "
+                            f"{self.owner_kind}, which would then take no gradient and train on zeros; capture the "
+                            "whole step, by StepGraph(optimizer, forward_backward)"
+                        )
                     main_grad.copy_(grad)
                     bucket.fresh.discard(name)
                 else:

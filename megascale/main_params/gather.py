@@ -7,6 +7,7 @@ ended. With overlap, modules wait for a bucket just before forward uses its para
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from weakref import finalize
 
 import torch
@@ -28,7 +29,8 @@ class GatheredBucket:
         dtype = next(iter(synced.params.values())).dtype
         self.memory = FlatBucket(synced.memory.bucket, synced.params, dtype, synced.memory.flat.device)
         self._thread = thread
-        self._uneven = self.memory.uneven_shards()
+        shards = [self.memory.flat[begin:end] for begin, end in pairwise(self.memory.bucket.borders)]
+        self._uneven = None if len(set(map(Tensor.numel, shards))) == 1 else shards
         self._arrival: Arrival | None = None
         self._behind: Callable[[], None] | None = None
         self._is_replaced = False

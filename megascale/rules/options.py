@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -46,13 +46,6 @@ def pair(options: Mapping[str, Any], name: str) -> tuple[float, float]:
         first, second = value
         return _finite(name, first), _finite(name, second)
     raise ArgumentError(f"{name} of a param group must be two numbers, got {value!r}")
-
-
-def has_tensors(options: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return whether one of these options is a tensor, or holds one: torch's own step then reads it."""
-    values = [options[name] for name in names]
-    parts = [part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,))]
-    return any(isinstance(part, Tensor) for part in parts)
 
 
 def values_of(name: str, index: int | None = None) -> Callable[[torch.optim.Optimizer], list[Any]]:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from megascale.errors import ArgumentTypeError, InnerStepError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
+from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Decision, Statistic
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import AssumedAlone, ParallelGroups
@@ -319,6 +320,8 @@ class StepRecipe:
         flags = self._apply_members(collected, skip)
         self.errors.count_overflows(flags, torch.empty_like(self.errors.no_errors))
         for member in self.members:
+            if isinstance(member.grad_sync, GradSync):
+                member.grad_sync.in_step_graph = True
             member.counter.count(torch.zeros_like(skip.found_inf), on_host=False)
             member.main_params.end_step()
         torch.eq(skip.found_inf, 0)  # of the result

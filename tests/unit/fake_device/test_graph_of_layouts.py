@@ -79,6 +79,24 @@ def _capture(device: FakeDevice, row: str, column: str) -> tuple[str, list[str]]
     return "yes", seen.refused_in_capture()
 
 
+def _capture_backward_alone(device: FakeDevice) -> str:
+    world_of_two()
+    optimizer, loss = synced(model())
+    optimizer.scale_loss(loss()).backward()  # what a program runs before it captures
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(UsageError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.scale_loss(loss()).backward()
+    return str(raised.value)
+
+
+def test_a_backward_that_a_program_captures_is_refused(on_device: OnDevice) -> None:
+    """Replays would call no hook of GradSync, which would zero all main grads. A StepGraph holds the step, too."""
+    message = on_device(_capture_backward_alone)
+    assert "a graph captures the backward pass of" in message
+    assert "StepGraph(optimizer, forward_backward)" in message
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("row", GRAPH_ROWS)
