@@ -53,6 +53,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             foreground: on a terminal alone, and if tqdm is installed.
         groups: the ranks that save together; None is the whole world, or this process alone without torch.distributed.
             They must include every rank that holds a part of a DTensor.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: naming the argument.
+        RankError: gloo cannot connect the ranks.
     """
 
     def __init__(

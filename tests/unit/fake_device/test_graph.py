@@ -274,27 +274,30 @@ def test_a_graph_keeps_the_weights_that_it_reads(on_device: OnDevice) -> None:
     assert on_device(_other_params) == [True, True]
 
 
-def _readme(device: FakeDevice) -> tuple[Record, list[float]]:
+def _readme(device: FakeDevice) -> tuple[Record, list[float], int]:
     from megascale import DynamicGradScaler
 
     model = torch.nn.Linear(64, 1).half().cuda()
     x = torch.randn(32, 64).half().cuda()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(2.0**16, 1.0, 2.0, 0.5, 1000, 2))
+    calls = []
 
     def forward_backward() -> Any:
         loss = model(x).float().square().mean()
         optimizer.scale_loss(loss).backward()
+        calls.append(loss)
         return loss
 
     with device.watch() as seen:
         graph = StepGraph(optimizer, forward_backward)
-    return seen, [graph.output.item()]
+    return seen, [graph.output.item()], len(calls)
 
 
 def test_the_example_of_the_documentation(on_device: OnDevice) -> None:
-    """Forward, backward and step in one graph: docs/numerics.md's example."""
-    seen, output = on_device(_readme)
+    """Forward, backward and step in one graph: docs/numerics.md's example. DDP needs eleven runs before a capture."""
+    seen, output, calls = on_device(_readme)
+    assert calls == 11 + 1
     assert seen.refused_in_capture() == []
     assert seen.first_met_in_capture() == set()
     assert output[0] > 0
