@@ -30,7 +30,8 @@ NAMES = {
     "torch._subclasses.fake_tensor.FakeTensor": "a step inside a FakeTensorMode is refused on real parameters",
     "torch._C._TorchDispatchModeKey": "asks for a FakeTensorMode",
     "torch._C._get_dispatch_mode": "tells whether a FakeTensorMode is active",
-    "torch._C._autograd._profiler_enabled": "spans cost nothing where no profiler runs",
+    "torch._C._autograd._profiler_enabled": "torch's span of a whole step is opened where a profiler runs alone",
+    "torch._C._profiler._RecordFunctionFast": "spans of a step's parts, which cost nothing where no profiler runs",
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "what torch.compile puts in front of the names of parameters: it is left out of names that are compared",
     # torch.amp
     "torch._amp_foreach_non_finite_check_and_unscale_": "unscales gradients in place, as torch.amp does",

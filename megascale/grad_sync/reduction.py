@@ -254,7 +254,7 @@ class P2PReduceScatter(BucketReduction):
 
     @torch.no_grad()
     def _carry(self) -> None:
-        with span("reduce_bucket"):
+        with span("megascale.reduce_bucket"):
             flat = self.packed()
             width = min(MESSAGE, self.kept.numel())
             others = len(self.cuts) - 1

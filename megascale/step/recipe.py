@@ -182,7 +182,7 @@ class StepRecipe:
             error = error or unscaled_loss_error()
         # In here an error is counted, never raised: the other ranks wait for this one.
         collected, stats = self._measure_and_agree(error, clip_grad, scaled=scaled)
-        with span("decide"):
+        with span("megascale.decide"):
             overflow, decision = self._decide(stats, clip_grad)
         # Before the loss scale changes: a step that is refused here leaves it as it was. In a capture nothing is known.
         capturing = is_capturing(self.device)
@@ -191,7 +191,7 @@ class StepRecipe:
             member.unverified_params.clear()
         self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler, capturing=capturing))
         # Observers may raise, too, so that the scale, which is state, changes after them.
-        with span("rescale"):
+        with span("megascale.rescale"):
             if scaler is not None:
                 scaler.update(overflow.found_inf)
                 self._times_asked = scaler.times_asked
@@ -231,12 +231,12 @@ class StepRecipe:
     def _take(self, ready: Sequence[Collected | ReadyStep], decision: Decision) -> StepResult:
         """Take a decided step, whose tensors cannot have changed since they were checked."""
         self.discard_prepared()
-        with span("update"):
+        with span("megascale.update"):
             self.errors.record_overflows(self._apply_members(ready, decision))
         on_host = not is_capturing(self.device)  # a captured step on the device only: the host counts its replays
         for member in self.members:
             member.counter.count(decision.found_inf, on_host=on_host)
-        with span("gather"):  # or start the gather that modules wait for
+        with span("megascale.gather"):  # or start the gather that modules wait for
             for member in self.members:
                 member.main_params.end_step()
         self.errors.raise_local()
@@ -445,9 +445,9 @@ class StepRecipe:
             scaled: whether the gradients can be those of a scaled loss.
             call: what they are measured for; all ranks must make the same.
         """
-        with span("finish"):
+        with span("megascale.finish"):
             collected = [*map(StepMember.collect, self.members)]
-        with span("measure"):
+        with span("megascale.measure"):
             for own in reversed(collected):
                 error = own.error or error
             facts = None
@@ -458,7 +458,7 @@ class StepRecipe:
                 measured.append(member.measure(own, count, scaled))
                 count = self.errors.no_errors  # counted once, however many members this rank has
             stats = measured[0] if len(measured) == 1 else grad_stats.combined(measured)
-        with span("agree"):
+        with span("megascale.agree"):
             if not self.errors.consensus.is_alone:
                 stats = grad_stats.agree(stats, self.groups)
         return collected, stats
