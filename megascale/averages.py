@@ -134,7 +134,8 @@ class AveragedMainParams:
         rule = self._average if self.use_buffers else copy_
         self._averaged_buffers.update(buffers, landed, self.n_averaged, rule, self._has_started)
         for owner in {id(entry.owner): entry.owner for entry in self._entries}.values():
-            owner.wait_for_arrivals()
+            if owner.arrivals is not None:  # not for gathers: this rank's main params need none
+                owner.arrivals.wait()
         mains = [to_local(entry.source.value()) for entry in self._entries]
         self._params.update(mains, landed, self.n_averaged, self._average, self._has_started)
         self.n_averaged.add_(to_device_async(landed, self.n_averaged.device))

@@ -106,7 +106,7 @@ class ChainedOptimizer(MegascaleOptimizer):
     def state(self) -> Any:
         """The state of all optimizers, by model param; see :attr:`MixedPrecisionOptimizer.state`."""
         for member in self.recipe.members if self._constructed else ():
-            member.main_params.wait_for_arrivals()
+            member.main_params.wait()
         return StateView([optimizer.live_state() for optimizer in self.optimizers])
 
     @state.setter

@@ -178,7 +178,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         """Each parameter's whole state, live: see :mod:`megascale.state.state_view`. A copy of it can be loaded."""
         if not self._constructed:
             return self.optimizer.state
-        self._member.main_params.wait_for_arrivals()
+        self._member.main_params.wait()
         return StateView([self.live_state()])
 
     @state.setter

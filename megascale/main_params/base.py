@@ -65,6 +65,8 @@ class MainParams:
         self._units: list[UpdateUnit] | None = None
         self.ordered: list[list[MainParam]] = []
         self.residence = Residence()
+        # Names of params that were written while their weights were on their way. Whoever waits for weights adds to it.
+        self.written_too_early: list[str] = []
 
     @without_grad
     def sync_from_model(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
@@ -215,7 +217,7 @@ class MainParams:
     def live_in_host_memory(self, config: StepConfig, device: torch.device) -> None:
         """Make main params that are copies in host memory, if ``config`` says so. ``device``: of the model params."""
         if config.optimizer_cpu_offload:
-            self.arrivals, self.pins_params = WeightArrivals(device), config.pin_cpu_params
+            self.arrivals, self.pins_params = WeightArrivals(device, self.written_too_early), config.pin_cpu_params
             self.offload_fraction = config.optimizer_offload_fraction
 
     def host_buffers(
@@ -241,11 +243,6 @@ class MainParams:
                 there += names
         memory = host_memory([to_local(parts[name]) for name in there], pin=self.pins_params)
         return dict(zip(there, map(HostBuffers, memory), strict=True))
-
-    def wait_for_arrivals(self) -> None:
-        """Wait until weights have come from host memory, where they are updated there."""
-        if self.arrivals is not None:
-            self.arrivals.wait()
 
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
         """Return new main params for ``params`` (by name), with the model's values. ``group_of``: their groups."""
@@ -276,24 +273,21 @@ class MainParams:
         unit.record_version()
 
     def wait(self) -> None:
-        """Wait until every model param is whole on every rank."""
-        self.wait_for_arrivals()
+        """Wait until every model param is whole on every rank, and back from host memory."""
+        if self.arrivals is not None:
+            self.arrivals.wait()
 
     def require_no_early_write(self) -> None:
         """Wait for weights. Raises UsageError, once, for params that were written while theirs were on their way."""
         self.wait()
-        names = self.take_written_too_early()
-        if names:
+        if names := self.written_too_early[:]:
+            self.written_too_early.clear()
             raise UsageError(
                 f"parameter {listed(names)} was written after step() while its weights were still on their way; when "
                 "they arrived they replaced some or all of what was written. Call optimizer.finish_param_gather() "
                 "between step() and code that writes parameters (a mask, a clamp), or leave the overlap off. This step "
                 "has changed nothing, but the written values are lost: load the model again, as from a checkpoint"
             )
-
-    def take_written_too_early(self) -> list[str]:
-        """Return, once, the names of params that were written while their weights were on their way."""
-        return [] if self.arrivals is None else self.arrivals.take_written_too_early()
 
     def end_step(self) -> None:
         """End a step: model params are whole on every rank, or will be when a module needs them. Here they are."""

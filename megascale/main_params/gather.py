@@ -24,7 +24,7 @@ from megascale.utils.streams import Arrival, has_streams
 class GatheredBucket:
     """One bucket of model params, whole on every rank once gathered."""
 
-    def __init__(self, synced: SyncedBucket, thread: MessageThread) -> None:
+    def __init__(self, synced: SyncedBucket, thread: MessageThread, written_too_early: list[str]) -> None:
         self.synced = synced
         dtype = next(iter(synced.params.values())).dtype
         self.memory = FlatBucket(synced.memory.bucket, synced.params, dtype, synced.memory.flat.device)
@@ -35,8 +35,7 @@ class GatheredBucket:
         self._behind: Callable[[], None] | None = None
         self._is_replaced = False
         self._watch: WriteWatch | None = None
-        self.written_too_early: list[str] = []
-        """Names of params that a program wrote between a step and the arrival of their weights, which replaced them."""
+        self._written_too_early = written_too_early
         self.was_started = False
         """In this step."""
 
@@ -105,7 +104,7 @@ class GatheredBucket:
         if self._arrival is not None and self._arrival.wait():
             self._arrival = None
         if self._watch is not None:
-            self.written_too_early += self._watch.written()
+            self._written_too_early += self._watch.written()
             self._watch = None
 
     def end(self) -> None:
@@ -119,10 +118,13 @@ class ParamGather:
 
     Attributes:
         buckets: in the order of their gradients' buckets, the reverse of that in which forward needs them.
+        written_too_early: names of params that a program wrote between a step and the arrival of their weights, which
+            replaced them.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, overlap: bool) -> None:
         self.buckets: list[GatheredBucket] = []
+        self.written_too_early: list[str] = []
         self.overlap = overlap
         self._modules = modules
         self._thread = MessageThread()
@@ -133,7 +135,7 @@ class ParamGather:
 
     def add(self, synced: SyncedBucket) -> GatheredBucket:
         """Move the parameters of a new bucket into flat memory."""
-        gathered = GatheredBucket(synced, self._thread)
+        gathered = GatheredBucket(synced, self._thread, self.written_too_early)
         self.buckets.append(gathered)
         for name, param in synced.params.items():
             gathered.point(name, param)
@@ -178,14 +180,6 @@ class ParamGather:
                 if bucket.waits_for_shard:  # one lookup per parameter of each forward, where nothing is in host memory
                     _begin(self.buckets)
                 bucket.wait()
-
-    def take_written_too_early(self) -> list[str]:
-        """Return, once, the names of params that were written while their weights were on their way."""
-        found = []
-        for bucket in self.buckets:
-            found += bucket.written_too_early
-            bucket.written_too_early.clear()
-        return found
 
     def detach(self) -> None:
         """Remove the hooks from the modules; parameters stay in the buckets."""

@@ -62,6 +62,7 @@ class ShardedMainParams(MainParams):
         self._groups = groups
         self._grad_sync = grad_sync
         self._gather = gather
+        self.written_too_early = gather.written_too_early
         self._broadcast = broadcast
         self._place = {name: index for index, (name, _) in enumerate(named)}
         self._everywhere: dict[str, nn.Parameter] = {}
@@ -218,17 +219,13 @@ class ShardedMainParams(MainParams):
         """See :class:`MainParams`. With overlap each bucket is gathered once its shard is there, in forward too."""
         super().live_in_host_memory(config, device)
         if config.overlap_cpu_optimizer_d2h_h2d:
-            self.arrivals = WeightArrivals(device, are_gathered=True)
+            self.arrivals = WeightArrivals(device, self.written_too_early, are_gathered=True)
             self._gather.overlap = self._gathers_behind = True
 
     @override
     def wait(self) -> None:
-        self.wait_for_arrivals()
+        super().wait()
         self._gather.wait()
-
-    @override
-    def take_written_too_early(self) -> list[str]:
-        return [*super().take_written_too_early(), *self._gather.take_written_too_early()]
 
     @override
     def end_step(self) -> None:

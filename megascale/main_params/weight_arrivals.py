@@ -49,17 +49,18 @@ class WeightArrivals:
 
     Args:
         device: of the model params.
+        written_too_early: gets the names of params that were written while their weights were on their way.
         are_gathered: shards travel, which are gathered then: modules wait for their gather, and need no other hooks.
     """
 
-    def __init__(self, device: torch.device, *, are_gathered: bool = False) -> None:
+    def __init__(self, device: torch.device, written_too_early: list[str], *, are_gathered: bool = False) -> None:
         self.device = device
         self._are_gathered = are_gathered
         self._thread = MessageThread()
         self._hooks = GatherHooks(self)
         self._awaited: set[int] = set()
         self._sent: dict[int, _Sent] = {}
-        self._written_too_early: list[str] = []
+        self._written_too_early = written_too_early
         self._tracked: set[int] = set()
         self._seen: WeakSet[nn.Module] = WeakSet()
         self._stream: torch.Stream | None = torch.Stream(device) if has_streams(device) else None
@@ -111,11 +112,6 @@ class WeightArrivals:
     def wait(self) -> None:
         """Let the current stream wait for all weights. The host waits for the thread."""
         _wait_for_all(self._sent, self._written_too_early)
-
-    def take_written_too_early(self) -> list[str]:
-        """Return, once, the names of params that were written while their weights were on their way."""
-        found, self._written_too_early = self._written_too_early, []
-        return found
 
     def is_updating(self, param: nn.Parameter) -> bool:
         """Whether the thread may still read what the newest update of ``param`` reads."""

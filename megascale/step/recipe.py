@@ -264,7 +264,7 @@ class StepRecipe:
         """Forget recorded errors; called when main params were replaced."""
         self.errors.reset()
         for member in self.members:
-            member.main_params.take_written_too_early()
+            member.main_params.written_too_early.clear()
         for observer in self.observers:
             observer.reset()
 
