@@ -1,6 +1,7 @@
 """Estimate the memory that a run needs per rank, before it runs, from the sizes of its parameters alone."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,12 @@ SHARDINGS = {
     "fsdp2": "MixedPrecisionOptimizer with fully_shard",
 }
 """How parameters, gradients and state are spread over data-parallel ranks, and by what."""
+ELSEWHERE = {
+    "ddp": ("NO_SHARD", "zero0", "replicate"),
+    "zero1": ("optim", "distributed_optimizer"),
+    "fsdp2": ("FULL_SHARD", "SHARD_GRAD_OP", "fsdp", "zero2", "zero3", "optim_grads", "optim_grads_params"),
+}
+"""Names of those in FSDP, DeepSpeed and Megatron-Core, in any case, with ``-`` or ``_`` or neither: ``ZeRO-3``."""
 OPTIMIZERS = tuple(VARIANTS)
 """Names that ``optimizer`` takes. "momentum": SGD with momentum. "muon": hidden matrices by Muon, all else by AdamW."""
 OF_CONFIG = (
@@ -44,7 +51,7 @@ class Setup:
 
     Attributes:
         ranks: data-parallel ranks.
-        sharding: a key of :data:`SHARDINGS`.
+        sharding: a key of :data:`SHARDINGS`, or a name of one in :data:`ELSEWHERE`, in whose place ours is kept.
         optimizer: one of :data:`OPTIMIZERS`.
         exp_avg_dtype, exp_avg_sq_dtype, store_param_remainders, optimizer_cpu_offload, optimizer_offload_fraction: see
             :class:`megascale.OptimizerConfig`.
@@ -66,6 +73,10 @@ class Setup:
 
     def __post_init__(self) -> None:
         validate.integer("ranks", self.ranks, minimum=1)
+        bare = re.sub("[-_]", "", str(self.sharding)).lower()
+        for ours, theirs in ELSEWHERE.items():
+            if bare in (name.replace("_", "").lower() for name in (ours, *theirs)):
+                object.__setattr__(self, "sharding", ours)  # the class is frozen
         validate.one_of("sharding", self.sharding, tuple(SHARDINGS))
         validate.one_of("optimizer", self.optimizer, OPTIMIZERS)
         if not isinstance(self.grad_dtype, torch.dtype) or not self.grad_dtype.is_floating_point:

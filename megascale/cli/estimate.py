@@ -52,7 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of the parameters (default fp16)",
     )
     parser.add_argument("--ranks", type=int, default=1, help="number of data-parallel ranks (default 1)")
-    parser.add_argument("--sharding", choices=SHARDINGS, default="ddp", help="what is cut over the ranks (default ddp)")
+    parser.add_argument(
+        "--sharding",
+        default="ddp",
+        help=f"what is cut over the ranks: {', '.join(SHARDINGS)}, or a name of FSDP's, DeepSpeed's or Megatron-Core's, "
+        "such as FULL_SHARD, zero3, optim (default ddp)",
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="momentum: SGD with momentum")
     for name, what in (
         ("exp-avg-dtype", "Adam's first moment, or momentum"),
@@ -81,7 +86,10 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _fit(model: nn.Module | int, precision: str, found: Estimate, gpu: str) -> Iterator[str]:
-    """Yield whether the run fits a card, and if not, the options with the fewest ranks that make it fit."""
+    """Yield whether the run fits a card, and if not, the options with the fewest ranks that make it fit.
+
+    In the order of the page *Memory*: compact state, more ranks, and host memory last, which takes time.
+    """
     try:
         memory = float(GPUS.get(gpu.lower(), gpu)) * 1e9
     except ValueError:
@@ -93,7 +101,7 @@ def _fit(model: nn.Module | int, precision: str, found: Estimate, gpu: str) -> I
         yield f"  yes: {(memory - found.total) / 1e9:,.1f} GB per rank are left for activations"
         return
     yield f"  no: {(found.total - memory) / 1e9:,.1f} GB per rank too much, and activations come on top"
-    fits = False
+    fitting: list[tuple[bool, bool, str]] = []
     for options, changes in SMALLER.items():
         try:
             replace(found.setup, **changes)
@@ -107,14 +115,15 @@ def _fit(model: nn.Module | int, precision: str, found: Estimate, gpu: str) -> I
                 total = estimate(model, precision=precision, **vars(smaller)).total
                 if total <= memory:
                     typed = f"--ranks {ranks} --sharding {sharding} {options}" if ranks > 1 else options
-                    yield f"  fits with {typed.strip()}: {total / 1e9:,.1f} GB per rank"
-                    fits = True
+                    line = f"  fits with {typed.strip()}: {total / 1e9:,.1f} GB per rank"
+                    fitting.append((smaller.optimizer_cpu_offload, ranks > found.setup.ranks, line))
                     break
             else:
                 continue
             if ranks == 1:
                 break
-    if not fits:
+    yield from (line for *_, line in sorted(fitting, key=lambda option: option[:2]))
+    if not fitting:
         yield f"  nor does it with compact state on {MOST_RANKS:,} sharded ranks: take a larger card"
 
 

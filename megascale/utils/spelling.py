@@ -44,10 +44,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "bfloat16": ("bf16",),
     "cpu_offload": ("optimizer_cpu_offload",),
     "offload_optimizer": ("optimizer_cpu_offload",),
-    # how state is sharded: DeepSpeed, Megatron-Core, torch
-    **dict.fromkeys(("distributed", "zero"), ("zero1",)),
-    "replicated": ("ddp",),
-    **dict.fromkeys(("fsdp", "zero3"), ("fsdp2",)),
 }
 """Ours of each name of theirs, of which a class has one."""
 

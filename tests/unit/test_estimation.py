@@ -11,10 +11,13 @@ from torch import nn
 
 from megascale import estimate
 from megascale.cli import main
-from megascale.cli.estimate import model_of
+from megascale.cli.estimate import SMALLER, model_of
 from megascale.config import COMPACT_STATE
 from megascale.errors import ArgumentError
+from megascale.estimation import ELSEWHERE, SHARDINGS
 from tests.counting import OperatorCounter
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +88,7 @@ def test_frozen_parameters_and_buffers_count() -> None:
         ({"model": 1.5}, "model must be a torch.nn.Module or a number of parameters"),
         ({"precision": "fp8"}, "precision must be one of"),
         ({"precision": "as_is"}, "needs a module"),
-        ({"sharding": "zero3"}, "sharding must be one of .*; did you mean 'fsdp2'"),
+        ({"sharding": "fsdp3"}, "sharding must be one of .*; did you mean 'fsdp2'"),
         ({"ranks": 0}, "ranks must be 1 or more"),
         ({"optimizer": "shampoo"}, "optimizer must be one of"),
         ({"exp_avg_dtype": torch.int16}, "exp_avg_dtype must be one of"),
@@ -167,6 +170,46 @@ def test_does_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "take a larger card" in capsys.readouterr().out
 
 
+def _rows(head: str) -> list[list[str]]:
+    """Return the cells of the table of docs/memory.md whose first line begins so."""
+    table = (ROOT / "docs/memory.md").read_text().split(f"\n| {head} | ")[1].split("\n\n")[0]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+
+def test_other_systems_names_of_shardings() -> None:
+    """The page has the code's table; case, ``-`` and ``_`` do not matter. What is none of them is refused."""
+    rows = {row[0].strip("`"): re.findall(r"`(\w+)`", row[1]) for row in _rows("`sharding`")}
+    assert rows == {ours: [*ELSEWHERE.get(ours, ())] for ours in SHARDINGS}
+    for ours, theirs in rows.items():
+        assert {estimate(10, sharding=name).setup.sharding for name in (ours, *theirs)} == {ours}
+    assert estimate(10, sharding="ZeRO-3") == estimate(10, sharding="FullShard") == estimate(10, sharding="fsdp2")
+
+
+SHARDING_OF = {"": "ddp", "FSDP2": "fsdp2", "`DistributedOptimizer`": "zero1"}
+OFFLOAD = {"optimizer_cpu_offload": True}
+
+
+@pytest.mark.parametrize("row", _rows("model"), ids=lambda row: f"{row[0]} on {row[1]}")
+def test_advice_is_the_pages_table(row: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Its bytes are the estimates', its marks what `--gpu` advises on these GPUs. Offloading comes last."""
+    model, (gpus, _, sharding) = row[0], row[1].partition(", ")
+    ranks, _, card = gpus.removesuffix(" GB").partition(" x ")
+    setup: dict[str, Any] = {"ranks": int(ranks), "sharding": SHARDING_OF[sharding]}
+    plain, compact, offload, small = (
+        estimate(model_of(model), **setup, **changes)
+        for changes in ({}, COMPACT_STATE, OFFLOAD, OFFLOAD | COMPACT_STATE | {"store_param_remainders": False})
+    )
+    marks = ["✓ " * (one.total <= float(card) * 1e9) for one in (plain, compact, offload)]
+    totals = [f"{mark}{one.total / 1e9:.1f}" for mark, one in zip(marks, (plain, compact, offload), strict=True)]
+    assert row[2:] == [*totals, *(f"{sum(one.host.values()) / 1e9:.0f}" for one in (offload, small))]
+    assert main(["estimate", model, "--ranks", ranks, "--sharding", SHARDING_OF[sharding], "--gpu", card]) == 0
+    advised = re.findall(r"^  fits with (.*):", capsys.readouterr().out, flags=re.MULTILINE)
+    here = "" if ranks == "1" else f"--ranks {ranks} --sharding {SHARDING_OF[sharding]}"
+    typed = [f"{here} {options}".strip() for options in SMALLER]
+    assert [one for one in advised if one in typed] == [one for one, mark in zip(typed, marks, strict=True) if mark]
+    assert ["offload" in one for one in advised] == sorted("offload" in one for one in advised)
+
+
 def test_the_pages_picture_of_bytes_per_parameter() -> None:
     """docs/assets/bytes_per_parameter.svg: its numbers are the estimates, on one GPU and sharded over eight."""
     remainders: dict[str, Any] = {"store_param_remainders": True}
@@ -175,5 +218,5 @@ def test_the_pages_picture_of_bytes_per_parameter() -> None:
     layouts: list[dict[str, Any]] = [{}, {"ranks": 8, "sharding": "zero1"}]
     held = [sum(estimate(10**9, **row, **layout).held.values()) for layout in layouts for row in rows]
     expected = [f"{round(nbytes / 1e9, 2):g}" for nbytes in held]
-    picture = Path(__file__).parents[2] / "docs" / "assets" / "bytes_per_parameter.svg"
+    picture = ROOT / "docs/assets/bytes_per_parameter.svg"
     assert re.findall(r">([0-9.]+)</text>", picture.read_text()) == expected
