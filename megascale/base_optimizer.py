@@ -476,7 +476,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         if not self._constructed:
             return object.__repr__(self)
-        return described(type(self).__name__, self.recipe.members, self.groups, self.grad_scaler, self.clip_grad)
+        return described(type(self).__name__, self.recipe)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "fsdp2": ("FULL_SHARD", "SHARD_GRAD_OP", "fsdp", "zero2", "zero3", "optim_grads", "optim_grads_params"),
 }
 """Names of those in FSDP, DeepSpeed and Megatron-Core, in any case, with ``-`` or ``_`` or neither: ``ZeRO-3``."""
+_BY_NAME = {name.replace("_", "").lower(): ours for ours, theirs in ELSEWHERE.items() for name in (ours, *theirs)}
 OPTIMIZERS = tuple(VARIANTS)
 """Names that ``optimizer`` takes. "momentum": SGD with momentum. "muon": hidden matrices by Muon, all else by AdamW."""
 OF_CONFIG = (
@@ -74,9 +75,7 @@ class Setup:
     def __post_init__(self) -> None:
         validate.integer("ranks", self.ranks, minimum=1)
         bare = re.sub("[-_]", "", str(self.sharding)).lower()
-        for ours, theirs in ELSEWHERE.items():
-            if bare in (name.replace("_", "").lower() for name in (ours, *theirs)):
-                object.__setattr__(self, "sharding", ours)  # the class is frozen
+        object.__setattr__(self, "sharding", _BY_NAME.get(bare, self.sharding))  # the class is frozen
         validate.one_of("sharding", self.sharding, tuple(SHARDINGS))
         validate.one_of("optimizer", self.optimizer, OPTIMIZERS)
         if not isinstance(self.grad_dtype, torch.dtype) or not self.grad_dtype.is_floating_point:
@@ -94,8 +93,7 @@ class Setup:
 
     def moment_bytes(self, dtype: torch.dtype, *, is_hidden: bool) -> float:
         """Return the bytes per element of all moments of a parameter of ``dtype``, with the scales of 8-bit codes."""
-        name = "adamw" if self.optimizer == "muon" and not is_hidden else self.optimizer
-        rule, variant = VARIANTS[name]
+        rule, variant = VARIANTS["adamw" if self.optimizer == "muon" and not is_hidden else self.optimizer]
         moments = [moment for moment in rule.moments if moment.name in rule.state_names(variant.options)]
         if dtype == torch.float64:
             return len(moments) * dtype.itemsize
@@ -215,7 +213,10 @@ def _added_up(trained: Sequence[Param], frozen: int, buffers: int, setup: Setup)
         host["copies of weights"] += there * dtype.itemsize
         host["copies of gradients"] += there * gradient.itemsize
         checkpoint += numel * (dtype.itemsize + main + moments)
-    in_host_memory = {kind: round(nbytes) for kind, nbytes in host.items()} if any(host.values()) else {}
-    on_device = {kind: round(nbytes) for kind, nbytes in held.items()}
-    numel = sum(math.prod(param.shape) for param in trained)
-    return Estimate(numel, setup, on_device, in_host_memory, round(checkpoint))
+    return Estimate(
+        numel=sum(math.prod(param.shape) for param in trained),
+        setup=setup,
+        held={kind: round(nbytes) for kind, nbytes in held.items()},
+        host={kind: round(nbytes) for kind, nbytes in host.items()} if any(host.values()) else {},
+        checkpoint=round(checkpoint),
+    )

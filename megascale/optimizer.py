@@ -122,9 +122,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         keep_loaded_state(self, optimizer)
         self.grad_scaler = grad_scaler
         if self.device.type != "meta":
-            announce.on_first_rank(
-                lambda: summary(type(self).__name__, self._member, self.groups, self.grad_scaler, self.clip_grad)
-            )
+            announce.on_first_rank(lambda: summary(type(self).__name__, self.recipe))
 
     def _require_same(self, first: int) -> None:
         """Raise ArgumentError on all ranks if trainable parameters of the param groups from ``first`` on, or the

@@ -10,10 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTED = ("passed", "failed", "skipped", "minutes", "exit status")
@@ -91,13 +88,3 @@ def split(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
     """Return the arguments before the first ``--``, whether there is one, and those after it."""
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
     return list(arguments[:at]), at < len(arguments), list(arguments[at + 1 :])
-
-
-def load_script(name: str) -> ModuleType:
-    """Return a script of the folder `.ci` as a module, for tests: its name has no suffix."""
-    loader = SourceFileLoader(name, str(ROOT / ".ci" / name))
-    spec = spec_from_loader(name, loader)
-    assert spec is not None
-    module = sys.modules[name] = module_from_spec(spec)  # dataclass looks it up
-    loader.exec_module(module)
-    return module

@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sharding",
         default="ddp",
-        help=f"what is cut over the ranks: {', '.join(SHARDINGS)}, or a name of FSDP's, DeepSpeed's or Megatron-Core's, "
-        "such as FULL_SHARD, zero3, optim (default ddp)",
+        help=f"what is cut over the ranks: {', '.join(SHARDINGS)}, or a name of FSDP's, DeepSpeed's or "
+        "Megatron-Core's, such as FULL_SHARD, zero3, optim (default ddp)",
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="momentum: SGD with momentum")
     for name, what in (
@@ -115,16 +115,15 @@ def _fit(model: nn.Module | int, precision: str, found: Estimate, gpu: str) -> I
                 total = estimate(model, precision=precision, **vars(smaller)).total
                 if total <= memory:
                     typed = f"--ranks {ranks} --sharding {sharding} {options}" if ranks > 1 else options
-                    line = f"  fits with {typed.strip()}: {total / 1e9:,.1f} GB per rank"
-                    fitting.append((smaller.optimizer_cpu_offload, ranks > found.setup.ranks, line))
+                    said = f"  fits with {typed.strip()}: {total / 1e9:,.1f} GB per rank"
+                    fitting.append((smaller.optimizer_cpu_offload, ranks > found.setup.ranks, said))
                     break
             else:
                 continue
             if ranks == 1:
                 break
-    yield from (line for *_, line in sorted(fitting, key=lambda option: option[:2]))
-    if not fitting:
-        yield f"  nor does it with compact state on {MOST_RANKS:,} sharded ranks: take a larger card"
+    none = f"  nor does it with compact state on {MOST_RANKS:,} sharded ranks: take a larger card"
+    yield from [said for *_, said in sorted(fitting, key=lambda option: option[:2])] or [none]
 
 
 def model_of(text: str) -> nn.Module | int:

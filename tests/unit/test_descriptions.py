@@ -6,9 +6,11 @@ import torch
 from torch import nn
 
 from megascale import (
+    ChainedOptimizer,
     DistributedOptimizer,
     DynamicGradScaler,
     MixedPrecisionOptimizer,
+    OptimizerConfig,
     amp,
 )
 from megascale.utils import wording
@@ -29,14 +31,13 @@ def test_an_optimizer_says_what_it_is() -> None:
     inner = torch.optim.AdamW(_model().named_parameters(), lr=0.01)
     optimizer = MixedPrecisionOptimizer(inner, None, DynamicGradScaler(2.0**10), clip_grad=1.0)
     text = repr(optimizer)
-    backend = optimizer.backend.name
     trained = 16 * 32 + 32 + 32 * 8
     assert text.splitlines()[:9] == [
         "MixedPrecisionOptimizer (",
         "wraps: AdamW",
         f"parameters: {trained} in float16, 1 tensor frozen",
         "main params: float32",
-        f"backend: {backend}, on cpu",
+        f"backend: {optimizer.backend.name}, on cpu",
         f"held by this rank: {_held(trained * 4, optimizer)}",
         "loss scale: DynamicGradScaler(scale=1024.0, growth_tracker=0, hysteresis_tracker=2, min_scale=1.0, "
         "growth_factor=2.0, backoff_factor=0.5, growth_interval=1000, hysteresis=2)",
@@ -57,6 +58,33 @@ def _held(mains: int, optimizer: MixedPrecisionOptimizer) -> str:
         if isinstance(value, torch.Tensor)
     )
     return f"{wording.size(mains + state)} (main params {wording.size(mains)}, optimizer state {wording.size(state)})"
+
+
+def test_what_lies_in_host_memory_is_said() -> None:
+    """Of a part what part, of all that left for a while that it comes back."""
+    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.3)
+    model = _model()
+    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    optimizer = MixedPrecisionOptimizer(inner, config, DynamicGradScaler())
+    last = model.get_parameter("1.weight")
+    held = last.numel() * 4 + sum(value.nbytes for value in inner.state[last].values())
+    assert f" kB), {wording.size(held)} of it in host memory\n" in repr(optimizer)
+    optimizer.offload()
+    assert "kB), in host memory until reload()\n" in repr(optimizer)
+
+
+def test_who_clips_to_what_in_a_chain() -> None:
+    """The chain clips by the norm of all gradients, whichever of its optimizers is printed."""
+    scaler = DynamicGradScaler()
+    first, second = (
+        MixedPrecisionOptimizer(torch.optim.SGD(one.named_parameters(), lr=0.1), None, scaler, clip_grad=1.0)
+        for one in (_model(), nn.ParameterDict({"other": torch.ones(3).half()}))
+    )
+    chain = ChainedOptimizer([first, second])
+    together = "the gradients of all its optimizers together"
+    assert f"clipping: ChainedOptimizer clips {together} to norm 1.0\n" in repr(chain)
+    chain.clip_grad = 0.0
+    assert f"clipping: its ChainedOptimizer does not clip {together}\n" in repr(first)
 
 
 def _sharded() -> list[str]:

@@ -44,7 +44,6 @@ def test_a_name_of_another_library_is_told_in_ours(made: type, theirs: str, ours
     """They share no letters with ours. It is a TypeError, as Python's own."""
     with pytest.raises(ArgumentTypeError, match=f"{made.__name__} has no argument '{theirs}': here it is '{ours}'"):
         made(**{theirs: 1.0})
-    assert issubclass(ArgumentTypeError, TypeError)
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         made(nonsense=1.0)
 

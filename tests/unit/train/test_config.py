@@ -131,25 +131,6 @@ def test_budgets_and_spikes_reach_the_optimizer() -> None:
         assert [getattr(optimizer.config, name) for name in names] == expected
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("scaler.growth_factor=1", "growth_factor must be above 1, got 1.0"),
-        ("scaler.backoff_factor=1.5", "backoff_factor must be"),
-        ("scaler.min_scale=0", "min_scale must be above 0"),
-        ("scaler.max_scale=2", "min_scale <= initial_scale <= max_scale must hold"),
-        ("optimizer.grad_norm_skip_threshold=0", "grad_norm_skip_threshold must be above 0"),
-        ("optimizer.beta1=1", r"adam_beta1 must be in \[0, 1\)"),
-        ("optimizer.overlap_param_gather=true", "overlap_param_gather=True needs use_distributed_optimizer=True"),
-    ],
-)
-def test_what_the_library_refuses(argument: str, message: str) -> None:
-    """Numbers of scaler and optimizer are checked where these are built, before anything is written."""
-    config = load_config([argument])
-    with pytest.raises(ArgumentError, match=message):
-        build_wrapped_optimizer(config, torch.nn.Linear(2, 1).half())
-
-
 def test_times_and_sizes_are_checked_where_they_are_used() -> None:
     """The ranks' patience, and the sizes of the text's model."""
     for value in (0.0, -1.0):

@@ -23,17 +23,6 @@ def _steps(folder: Path) -> list[str]:
     return [row["step"] for row in rows]
 
 
-def test_half_a_line_is_no_row(tmp_path: Path) -> None:
-    """A line that a killed process cut inside its step number, 13 of 137, is not taken for step 13."""
-    log = RunLog(_config(tmp_path), 0)
-    _write(log, range(137))
-    log.close()
-    with open(tmp_path / "run" / "metrics.csv", "a") as stream:
-        stream.write("13")
-    RunLog(_config(tmp_path), 100).close()
-    assert _steps(tmp_path) == [str(step) for step in range(100)]
-
-
 def test_killed_again_before_it_saved(tmp_path: Path) -> None:
     """A run that goes on and is killed before it saves has lost no row of before."""
     log = RunLog(_config(tmp_path), 0)
