@@ -19,7 +19,6 @@ from megascale.config import HYSTERESIS_RESETS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
 from megascale.kernels import Backend, ScaleRule, TorchDecisions, inverse
 from megascale.utils import validate, wording
-from megascale.utils.autograd import without_grad
 from megascale.utils.spelling import told
 from megascale.utils.transfer import to_device_async
 
@@ -277,7 +276,6 @@ class DynamicGradScaler(MegatronGradScaler):
         self._hysteresis_tracker = to_device_async(self._hysteresis_tracker, torch.device(device))
         return self
 
-    @without_grad
     def update(self, found_inf: bool | Tensor) -> None:
         """Apply the rule to one step. A tensor `found_inf` is never read on the host."""
         rule = ScaleRule(

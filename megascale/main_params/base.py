@@ -20,7 +20,7 @@ from megascale.main_params.shard import ParamShard
 from megascale.main_params.update_unit import UpdateUnit, units_of
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.main_params.write_tracker import WriteTracker
-from megascale.utils.autograd import detached, without_grad
+from megascale.utils.autograd import detached
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import distribute_like, is_dtensor, to_local
 from megascale.utils.dtypes import HALF_DTYPES
@@ -68,7 +68,6 @@ class MainParams:
         # Names of params that were written while their weights were on their way. Whoever waits for weights adds to it.
         self.written_too_early: list[str] = []
 
-    @without_grad
     def sync_from_model(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
         """Take over changes of ``param_groups`` and outside writes to model params. Returns the new main params.
 
@@ -83,8 +82,13 @@ class MainParams:
             _list_params(param_groups)
             made = self._add_new(param_groups)
             written = self._tracker.written()
-        if not written:
-            return made
+        if written:
+            self._take_written(written)
+        return made
+
+    @torch.no_grad()
+    def _take_written(self, written: Sequence[int]) -> None:
+        """Take over model params that others wrote or moved. ``written``: their slots."""
         params = list(self)
         # All are checked before the first value is taken over: a refusal leaves main params as they were.
         for index in written:
@@ -97,7 +101,6 @@ class MainParams:
             written = self._tracker.written()
         for index in written:
             params[index].sync_from_model()
-        return made
 
     def are_written(self) -> bool:
         """Whether torch has counted an outside write to a model param since :meth:`sync_from_model`."""
@@ -113,6 +116,7 @@ class MainParams:
                 return False
         return self._tracker.requires_grad == self._trained and not any(map(_REQUIRES_GRAD, self._frozen))
 
+    @torch.no_grad()
     def _add_new(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
         """Create main params for parameters that have none, and order all of them."""
         self._check_listed_once(param_groups)
@@ -269,8 +273,8 @@ class MainParams:
         return
 
     def mark_written(self, unit: UpdateUnit) -> None:
-        """Record that the model params of one unit have been written."""
-        unit.record_version()
+        """Record that the model params of one unit have just been written, as the roundings of their main params."""
+        self._tracker.take_written(unit.slots)
 
     def wait(self) -> None:
         """Wait until every model param is whole on every rank, and back from host memory."""

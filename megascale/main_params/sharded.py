@@ -208,7 +208,7 @@ class ShardedMainParams(MainParams):
     @override
     def mark_written(self, unit: UpdateUnit) -> None:
         """See :class:`MainParams`. Starts the gather of the bucket that the unit is in."""
-        unit.record_version()
+        super().mark_written(unit)
         behind = None
         if self.arrivals is not None and self._gathers_behind:
             behind = self.arrivals.wait_of(chain(unit.params, unit.counted))

@@ -26,6 +26,7 @@ class UpdateUnit:
             goes through them: a rank holds them so that all ranks have the same state, and count the same steps.
         counted: those of ``elsewhere`` that are trained, and have a gradient in every step therefore.
         is_on_host: whether main params live in host memory: all of them do, or none.
+        slots: of ``params`` in the tracker of writes.
     """
 
     group: int
@@ -33,18 +34,12 @@ class UpdateUnit:
     elsewhere: list[MainParam] = field(default_factory=list)
     counted: list[MainParam] = field(init=False)
     is_on_host: bool = field(init=False)
-    _slots: list[int] = field(init=False)
+    slots: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.counted = [param for param in self.elsewhere if param.model.requires_grad]
         self.is_on_host = any(param.on_host is not None for param in (*self.params, *self.elsewhere))
-        self._slots = [param.slot for param in self.params]
-
-    def record_version(self) -> None:
-        """Record that all model params have just been written, as the roundings of their main params."""
-        tracker = self.params[0].tracker if self.params else None
-        if tracker is not None:
-            tracker.take_written(self._slots)
+        self.slots = [param.slot for param in self.params]
 
 
 def units_of(group: int, params: list[MainParam]) -> list[UpdateUnit]:

@@ -85,8 +85,7 @@ class _Loan:
         self._before.restore()
         for param in self._params:
             param.release()
-        for unit in self.member.main_params.units():
-            unit.record_version()
+            param.record_version()
         self.member.update.release_memory()
 
     def settle(self) -> list[OverflowFlags]:

@@ -95,7 +95,8 @@ def follow_schedule(rng: random.Random, steps: int, backend: Backend) -> None:
         assert _triple(scaler) == oracle.triple()
         if rng.random() < 0.05:
             state = scaler.state_dict()
-            scaler, _ = _same_kind(scaler).to(device), scaler.update(True)
+            scaler.update(True)  # not the one that loads
+            scaler = _same_kind(scaler).to(device)
             scaler.load_state_dict(state)
             scaler.backend = backend
 

@@ -63,9 +63,6 @@ class Forms:
             self._cut = parts, [self._of([column[part] for column in self.columns]) for part in parts]
         return self._cut[1]
 
-    def __len__(self) -> int:
-        return len(self.shapes)
-
     @cached_property
     def contiguous(self) -> bool:
         """Whether all are contiguous."""
@@ -73,7 +70,7 @@ class Forms:
 
     @cached_property
     def numels(self) -> NDArray[np.int64]:
-        """Numbers of elements, shape [len(self)]."""
+        """Numbers of elements, one per tensor."""
         return np.fromiter(map(torch.Size.numel, self.shapes), np.int64, len(self.shapes))
 
     @cached_property
@@ -96,7 +93,7 @@ class Forms:
         return self.numels.tobytes(), numbers, frozenset(self.devices), *layouts
 
     def dtype_codes(self, codes: Mapping[torch.dtype, int]) -> NDArray[np.int64]:
-        """Return the code of each tensor's dtype, shape [len(self)]. ``codes``: never changes."""
+        """Return the code of each tensor's dtype, shape [tensors]. ``codes``: never changes."""
         for known, numbers in self._codes:
             if known is codes:
                 return numbers

@@ -49,7 +49,7 @@ class ListReader:
         Raises one of :data:`UNREADABLE` if one is no plain tensor, or has no address.
         """
         found: list[int] = []
-        if len(tensors) != len(self.forms):
+        if len(tensors) != len(self.forms.shapes):
             self._read_forms(tensors)
         for start in range(0, len(tensors), BLOCK):
             block, known = tensors[start : start + BLOCK], self._guards.get(start)
