@@ -103,16 +103,12 @@ class DeferredErrors:
     def record_overflows(self, overflow_flags: list[OverflowFlags]) -> None:
         """Record, on the device, which main params did not fit their model params."""
         self.flags.append(overflow_flags)
-        self.count_overflows(overflow_flags, self._num_overflowed)
-
-    def count_overflows(self, overflow_flags: list[OverflowFlags], total: Tensor) -> None:
-        """Write into ``total``, 0-d, how many main params did not fit. Nothing is recorded."""
         flags = []
         for flagged in overflow_flags:
             flags.append(to_device_async(flagged.overflowed, self._device))
         if flags:
             together = flags[0] if len(flags) == 1 else torch.cat(flags)
-            torch.sum(together, 0, dtype=total.dtype, out=total)
+            torch.sum(together, 0, dtype=self._num_overflowed.dtype, out=self._num_overflowed)
 
     def raise_local(self) -> None:
         """Raise at once where this rank is alone, as far as the host knows without waiting."""

@@ -10,7 +10,7 @@ import functools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -18,18 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megascale.errors import ArgumentError
-from megascale.kernels import (
-    NUM_STATISTICS,
-    WITH_GRADS,
-    Backend,
-    GradWeights,
-    Statistic,
-    TensorList,
-    TensorStats,
-    stats_dtype,
-)
+from megascale.kernels import Backend, TensorList, TensorStats, stats_dtype
 from megascale.parallel import ParallelGroups, ranks_of
-from megascale.utils.collectives import all_reduce_sum_
 from megascale.utils.dtensors import is_dtensor
 
 
@@ -144,7 +134,7 @@ class Holders:
 
 @dataclass(frozen=True)
 class GradStats:
-    """One rank's, or after :func:`agree` all ranks', statistics.
+    """One rank's statistics, or those that all ranks agreed on.
 
     Attributes:
         vector: shape [NUM_STATISTICS], statistics dtype, indexed by :class:`megascale.kernels.Statistic`.
@@ -159,44 +149,7 @@ class GradStats:
     sum_squares: tuple[Tensor | None, ...]
 
 
-def measure(
-    grads: TensorList,
-    weights: GradWeights,
-    errors: Tensor,
-    scaled: bool,
-    has_grads: bool,
-    *,
-    backend: Backend,
-    count_zeros: bool,
-    device: torch.device,
-) -> GradStats:
-    """Measure local gradients in one pass; the result is on ``device``.
-
-    Args:
-        grads: local tensors in the dtypes they have, on any devices; of a missing one all numbers are 0.
-        weights: of each gradient's statistics, see :class:`Holders`.
-        errors: 0-d, this rank's errors, in the dtype of statistics.
-        scaled: False if this rank knows that the loss was not scaled.
-        has_grads: whether backward, or the caller, has made any of the gradients of this rank.
-    """
-    marks = scaled - WITH_GRADS * has_grads
-    # A rank without gradients has statistics, too: the others wait for it in the all-reduce, and it may have an error.
-    if not grads.num_there:
-        vector = torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device)
-        # fill_(), as an assigned number is copied from the host, which waits for the device.
-        vector[Statistic.ZEROS].fill_(0.0 if count_zeros else math.nan)
-        vector[Statistic.ERRORS] = errors
-        vector[Statistic.SCALED].fill_(marks)
-        return GradStats(vector, None, (None,))
-    if grads.forms.devices == {device}:
-        stats = backend.measure(grads, count_zeros)
-    else:
-        stats = _measure_by_device(grads, backend, count_zeros, device)
-    vector = backend.total(stats, weights, errors, marks)
-    return GradStats(vector, stats.non_finite, (stats.sum_squares,))
-
-
-def _measure_by_device(grads: TensorList, backend: Backend, count_zeros: bool, device: torch.device) -> TensorStats:
+def measured_by_device(grads: TensorList, backend: Backend, count_zeros: bool, device: torch.device) -> TensorStats:
     """Measure each device's gradients there and bring the statistics to ``device``, in the order of ``grads``."""
     places = [tensor.device for tensor in grads.filled]  # of a missing gradient, its parameter's
     parts = {}
@@ -232,8 +185,3 @@ def combined(parts: Sequence[GradStats]) -> GradStats:
         torch.cat(non_finite) if non_finite else None,
         tuple(squares for part in parts for squares in part.sum_squares),
     )
-
-
-def agree(stats: GradStats, groups: ParallelGroups) -> GradStats:
-    """Sum the vector over ``grad_stats``: the one collective of a step."""
-    return replace(stats, vector=all_reduce_sum_(stats.vector, groups.grad_stats))

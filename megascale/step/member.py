@@ -1,5 +1,6 @@
 """StepMember: one optimizer's part in a step. It measures its gradients, and updates its parameters as decided."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -12,12 +13,11 @@ from megascale.config import StepConfig
 from megascale.errors import MegascaleError, UsageError
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.sync import GradSync
-from megascale.kernels import Backend, Decision
+from megascale.kernels import NUM_STATISTICS, WITH_GRADS, Backend, Decision, Statistic
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
-from megascale.step import grad_stats
-from megascale.step.grad_stats import GradStats
+from megascale.step.grad_stats import GradStats, measured_by_device
 from megascale.step.host_update import HostUpdate
 from megascale.step.joined_states import states_of
 from megascale.step.kernel_update import KernelUpdate
@@ -234,21 +234,33 @@ class StepMember:
             return self.grads.failed(error)
 
     def measure(self, collected: Collected, errors: Tensor, scaled: bool) -> GradStats:
-        """Return this rank's statistics of its own gradients; see :func:`megascale.step.grad_stats.measure`."""
+        """Measure this rank's own gradients in one pass. The statistics are on the member's device.
+
+        Args:
+            collected: the gradients, on any devices; of a missing one all numbers are 0.
+            errors: 0-d, this rank's errors, in the dtype of statistics.
+            scaled: False if this rank knows that the loss was not scaled.
+        """
+        grads, count_zeros = collected.grads, self.config.log_num_zeros_in_grad
         has_grads = bool(collected.updates)
         if isinstance(self.grad_sync, GradSync) and not self.grad_sync.has_taken:
             # Main grads that took none in are zeros: what counts is a gradient beside them.
             has_grads = any(param.model.grad is not None for update in collected.updates for param in update.params)
-        return grad_stats.measure(
-            collected.grads,
-            collected.weights,
-            errors,
-            scaled,
-            has_grads,
-            backend=self.backend,
-            count_zeros=self.config.log_num_zeros_in_grad,
-            device=self.device,
-        )
+        marks = scaled - WITH_GRADS * has_grads
+        # A rank without gradients has statistics, too: others wait for it in the all-reduce, and it may have an error.
+        if not grads.num_there:
+            vector = torch.zeros(NUM_STATISTICS, dtype=errors.dtype, device=self.device)
+            # fill_(), as an assigned number is copied from the host, which waits for the device.
+            vector[Statistic.ZEROS].fill_(0.0 if count_zeros else math.nan)
+            vector[Statistic.ERRORS] = errors
+            vector[Statistic.SCALED].fill_(marks)
+            return GradStats(vector, None, (None,))
+        if grads.forms.devices == {self.device}:
+            stats = self.backend.measure(grads, count_zeros)
+        else:
+            stats = measured_by_device(grads, self.backend, count_zeros, self.device)
+        vector = self.backend.total(stats, collected.weights, errors, marks)
+        return GradStats(vector, stats.non_finite, (stats.sum_squares,))
 
     def absent(self, collected: Collected) -> dict[str, nn.Parameter]:
         """Return, by name, parameters that other ranks have, too, but that this rank leaves out.

@@ -63,7 +63,7 @@ from megascale.step.result import CapturedStep, StepObserver, StepRecord, StepRe
 from megascale.step.stalls import StallWatch
 from megascale.step.update import OverflowFlags
 from megascale.utils.calls import span
-from megascale.utils.collectives import all_gather_object, group_size, raise_together
+from megascale.utils.collectives import all_gather_object, all_reduce_sum_, group_size, raise_together
 from megascale.utils.transfer import is_capturing, to_device_async
 
 _MAIN_PARAMS = attrgetter("main_params")
@@ -317,8 +317,8 @@ class StepRecipe:
         skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
         if self.grad_scaler is not None:
             self.grad_scaler.rehearse(skip.found_inf)
-        flags = self._apply_members(collected, skip)
-        self.errors.count_overflows(flags, torch.empty_like(self.errors.no_errors))
+        self.errors.record_overflows(self._apply_members(collected, skip))
+        self.errors.clear()
         for member in self.members:
             if isinstance(member.grad_sync, GradSync):
                 member.grad_sync.in_step_graph = True
@@ -401,8 +401,6 @@ class StepRecipe:
 
         All ranks find the first alike. The second may be found by one rank alone, and the others would wait for it.
         """
-        for member in self.members:
-            member.require_not_lent("a step")
         require_values(self.device, chain.from_iterable(map(_MAIN_PARAMS, self.members)))
         if isinstance(self.groups, AssumedAlone) and dist.is_available() and dist.is_initialized():
             require_alone()
@@ -460,7 +458,8 @@ class StepRecipe:
             stats = measured[0] if len(measured) == 1 else grad_stats.combined(measured)
         with span("megascale.agree"):
             if not self.errors.consensus.is_alone:
-                stats = grad_stats.agree(stats, self.groups)
+                # The one collective of a step.
+                stats = replace(stats, vector=all_reduce_sum_(stats.vector, self.groups.grad_stats))
         return collected, stats
 
     def _decide(self, stats: GradStats, clip_grad: float) -> tuple[Decision, Decision]:

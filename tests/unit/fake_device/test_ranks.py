@@ -18,9 +18,7 @@ from megascale import MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.grad_sync.bucket import SyncedBucket
-from megascale.kernels import GradWeights, Statistic, TensorList
-from megascale.kernels.reference import ReferenceBackend
-from megascale.step.grad_stats import measure
+from megascale.kernels import Statistic
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, world_of_two
 from tests.fake_device.process import OnDevice
@@ -63,12 +61,9 @@ def test_no_step_waits(on_device: OnDevice, kind: str, ranks: int) -> None:
 
 def _without_gradients(device: FakeDevice) -> tuple[list[str], list[float]]:
     errors = torch.ones((), dtype=torch.float64, device="cuda")
-    weights = GradWeights(*[torch.empty(0, dtype=torch.float64, device="cuda")] * 2)
-    backend = ReferenceBackend()
+    [member] = wrap(torch.optim.AdamW(parameters(2), lr=1e-3), log_num_zeros_in_grad=True).recipe.members
     with device.watch() as seen:
-        stats = measure(
-            TensorList(), weights, errors, True, False, backend=backend, count_zeros=True, device=torch.device("cuda")
-        )
+        stats = member.measure(member.grads.failed(UsageError("an error")), errors, scaled=True)
     return [str(call) for call in seen if call.makes_host_wait()], stats.vector.tolist()
 
 
