@@ -108,8 +108,6 @@ class Setup:
         rule = list(INNER)[number % 5]
         layout = ("replicated", "zero1", "fsdp2")[number % 3]
         state = ("fp32", "moments", "remainders")[(number // 5 + number // 15) % 3]
-        if layout == "fsdp2" and rule == "muon" and device == "cuda":
-            layout = "zero1"  # the simulated group has no collective that takes matrices to their owners
         if layout == "replicated":
             layout = "synced" if ranks > 1 else draw.choice(["replicated", "synced"])
         if layout == "zero1":

@@ -18,13 +18,16 @@ from megascale import ParallelGroups
 
 @functools.cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return the CPU mesh of this shape; several dimensions need names. Every rank of the world calls it together."""
-    ranks = torch.arange(math.prod(shape)).view(shape)
+    """Return the mesh of this shape, of the default device; several dimensions need names.
+
+    Every rank of the world calls it together.
+    """
+    ranks, device = torch.arange(math.prod(shape), device="cpu").view(shape), torch.get_default_device().type
     lines = [ranks.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(shape)]
     groups = [group_among(parts) for parts in lines]
     if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=names)
-    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups[0], device, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
 
 def group_among(parts: Sequence[Sequence[int]]) -> ProcessGroup:
@@ -35,7 +38,7 @@ def group_among(parts: Sequence[Sequence[int]]) -> ProcessGroup:
 
 @functools.cache
 def group_of(*ranks: int) -> ProcessGroup:
-    """Return the gloo group of these ranks: WORLD for all of them. Every rank of the world calls it together."""
+    """Return the group of these ranks: WORLD for all of them. Every rank of the world calls it together."""
     world = dist.group.WORLD
     assert world is not None
     return world if list(ranks) == list(range(dist.get_world_size())) else dist.new_group(ranks)

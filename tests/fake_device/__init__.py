@@ -23,7 +23,8 @@ no certain build of torch: one with CUDA does what one without does, and counts 
 - record.py: what was reported, and what of it makes the host wait;
 - process.py: the processes;
 - ranks.py: ``on_device.ranks(2, function)`` calls ``function(device)`` on each of two ranks, in processes of their own,
-  whose collectives travel, and end on streams: a missing wait for one gives wrong values.
+  whose collectives travel, end on streams, and keep NCCL's rules: a missing wait gives wrong values, a call that other
+  ranks do not make alike is an error.
 
 What it cannot show: time on a device, what a kernel of Triton computes (see Triton's interpreter; the "reference"
 backend is made of operators, which run), and what libcuda refuses, but for what :mod:`tests.fake_device.torch_cuda`

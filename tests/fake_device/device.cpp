@@ -1,4 +1,4 @@
-/* torch's CUDA where there is none: two devices whose memory the host cannot touch (memory.h), whose operators run on the
+/* torch's CUDA where there is none: devices whose memory the host cannot touch (memory.h), whose operators run on the
  * host, and a report of all that they are asked to do. The build of torch may have CUDA, or not: its own is out of use.
  *
  * Tensors on them are plain tensors of type "cuda": what asks one for its device, address or type sees what it would see

@@ -75,7 +75,9 @@ class HostCall {
     auto carried = carry(given, &twin_of);
     report(has_mask_ ? "mask" : "operator", name_, device());
     const auto here = stream_of(device());
-    if (late::streams.are_late() && (has_mask_ || OF_VALUES.count(name_) || !returns_tensors(op_)))
+    // Numbers are drawn once, in the order of the calls: ranks draw the same ones.
+    if (late::streams.are_late() &&
+        (has_mask_ || OF_VALUES.count(name_) || !returns_tensors(op_) || op_.hasTag(at::Tag::nondeterministic_seeded)))
       late::streams.reach(here);
     else if (late::streams.are_late())
       return call_late(stack, given, here);

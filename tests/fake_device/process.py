@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from tests.fake_device.device import FakeDevice
 from tests.pool import Outcome, RankSet, values_of
@@ -35,7 +36,8 @@ class OnDevice:
     def ranks(self, world_size: int, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Return what ``function(device, *arguments)`` returns on each of ``world_size`` ranks, by rank.
 
-        They are processes of their own, which torch.distributed connects: see ranks.py. Raises RankFailure.
+        They are processes of their own, which torch.distributed connects: see ranks.py. Each has a device of its own,
+        which is its current one. Raises RankFailure.
         """
         outcomes = self._pool.submit(_fork_ranks, world_size, function, arguments).result(240)
         return values_of(function, outcomes)
@@ -76,14 +78,19 @@ def _fork(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
 
 
 def _fork_ranks(world_size: int, function: Callable[..., T], arguments: tuple[Any, ...]) -> list[Outcome[T]]:
-    from tests.fake_device.ranks import BACKEND  # registers it: in processes with the device only
+    import tests.fake_device.ranks  # noqa: F401  # from now on this process has "nccl"
 
-    forked = RankSet(world_size, backend=BACKEND, context=multiprocessing.get_context("fork"))
+    forked = RankSet(world_size, backend="nccl", context=multiprocessing.get_context("fork"))
     try:
-        forked.submit(_call, function, arguments)
+        forked.submit(_call_of_rank, function, arguments)
         return forked.collect(200)
     finally:
         forked.kill_all()
+
+
+def _call_of_rank(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    torch.cuda.set_device(dist.get_rank())
+    return _call(function, arguments)
 
 
 def _call(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:

@@ -11,7 +11,7 @@
 #include "late_streams.h"
 
 constexpr auto CUDA = c10::DeviceType::CUDA;
-constexpr c10::DeviceIndex NUM_DEVICES = 2;
+constexpr c10::DeviceIndex NUM_DEVICES = 8;
 
 /* Returns whether a call that waits is to do without. */
 using Report = int (*)(const char* kind, const char* what, int device, int64_t stream);
