@@ -16,13 +16,14 @@ from typing_extensions import override
 
 from megascale.config import StepConfig
 from megascale.errors import GradientError, InnerStepError, UsageError
-from megascale.kernels import Decision, TensorList, host_backend
+from megascale.kernels import Backend, Decision, TensorList, host_backend
 from megascale.main_params.grad_copies import GradCopies
 from megascale.main_params.host_buffers import HostBuffers, make_grad_memory
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.weight_arrivals import WeightArrivals
+from megascale.rules import Rule
 from megascale.step.kernel_update import KernelUpdate
-from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
+from megascale.step.update import MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils import call_site
 from megascale.utils.streams import current_stream, has_streams
 from megascale.utils.unraised import UnraisedError
@@ -49,21 +50,26 @@ def _warn_of_failure(message: str) -> None:
     )
 
 
-class HostUpdate(InnerUpdate):
-    """Updates main params that live in host memory there, others as ``beside`` does.
+class HostUpdate(KernelUpdate):
+    """Updates main params that live in host memory there, others as :class:`KernelUpdate` does.
 
     Args:
-        beside: updates those beside their model params.
-        config: checked against the optimizer.
+        optimizer, backend, config, rule: see :class:`KernelUpdate`.
         device: of the model params.
         arrivals: runs the updates and sends the weights.
     """
 
     def __init__(
-        self, beside: KernelUpdate, config: StepConfig, device: torch.device, arrivals: WeightArrivals
+        self,
+        optimizer: torch.optim.Optimizer,
+        backend: Backend,
+        config: StepConfig,
+        rule: Rule,
+        device: torch.device,
+        arrivals: WeightArrivals,
     ) -> None:
-        self._beside = beside
-        self._host = KernelUpdate(beside.optimizer, host_backend(), config, beside.rule, beside)
+        super().__init__(optimizer, backend, config, rule)
+        self._host = KernelUpdate(optimizer, host_backend(), config, rule, self)
         self._device = device
         self._arrivals = arrivals
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
@@ -77,7 +83,7 @@ class HostUpdate(InnerUpdate):
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
         there = [param for param in params if param.on_host is not None]
         self._host.create_states(options, there)
-        self._beside.create_states(options, [param for param in params if param.on_host is None])
+        super().create_states(options, [param for param in params if param.on_host is None])
         if self._overlaps:
             self._arrivals.find_modules(there)
         if self._copies is not None:
@@ -85,24 +91,8 @@ class HostUpdate(InnerUpdate):
         self._findings.flags.clear()
 
     @override
-    def take_in_state(self) -> int:
-        return self._beside.take_in_state()  # of both
-
-    @override
-    def required_state(self, options: dict[str, Any]) -> list[str]:
-        return self._host.required_state(options)
-
-    @override
-    def check_options(self, options: dict[str, Any]) -> None:
-        self._host.check_options(options)
-
-    @override
-    def load_state(self, param: MainParam, state: dict[str, Any]) -> dict[str, Any]:
-        return self._beside.load_state(param, state)
-
-    @override
     def update_signature(self) -> str:
-        return f"{self._host.update_signature()}, in host memory; else {self._beside.update_signature()}"
+        return f"{self._host.update_signature()}, in host memory; else {super().update_signature()}"
 
     @override
     def why_not_capturable(self) -> str | None:
@@ -110,15 +100,15 @@ class HostUpdate(InnerUpdate):
 
     @override
     def release_memory(self) -> None:
+        super().release_memory()
         self._host.release_memory()
-        self._beside.release_memory()
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """See :class:`InnerUpdate`. Raises InnerStepError if the update before has failed in the thread."""
         self.raise_failure()
         here, there = _here_and_there(updates)
-        ready = {id(one.unit): one for one in self._beside.prepare(here)}
+        ready = {id(one.unit): one for one in super().prepare(here)}
         # As the thread computes them, which may read options later.
         on_host = [
             replace(
@@ -165,7 +155,7 @@ class HostUpdate(InnerUpdate):
         """See :class:`InnerUpdate`. With overlap it returns flags of the step before: this one's are not known."""
         here, there = _here_and_there(updates)
         # First what the device updates: it works while gradients travel.
-        rounded = self._beside.apply(here, decision, mark_written)
+        rounded = super().apply(here, decision, mark_written)
         late = self._taken_flags()
         if not there:
             return [*rounded, *late]

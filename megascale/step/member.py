@@ -84,9 +84,7 @@ class StepMember:
         self.device = device
         self.main_params = main_params
         self.grad_sync = grad_sync
-        self.update = select_update(optimizer, backend, config)
-        if main_params.arrivals is not None and isinstance(self.update, KernelUpdate):
-            self.update = HostUpdate(self.update, config, device, main_params.arrivals)
+        self.update = select_update(optimizer, backend, config, device, main_params.arrivals)
         self.counter = StepCounter(device)
         self.replicas_may_differ = replicas_may_differ
         self.ready: ReadyStep | None = None
@@ -138,13 +136,12 @@ class StepMember:
 
     def require_general(self) -> GeneralUpdate:
         """Return what lends main params to the wrapped optimizer. Raises UsageError where they are in host memory."""
-        update = self.update.general if isinstance(self.update, KernelUpdate) else self.update
-        if isinstance(update, GeneralUpdate):
-            return update
-        raise UsageError(
-            "main_grads(), train() and eval() need main params beside the model params, and with "
-            "optimizer_cpu_offload=True they are in host memory; build the optimizer without it"
-        )
+        if isinstance(self.update, HostUpdate):
+            raise UsageError(
+                "main_grads(), train() and eval() need main params beside the model params, and with "
+                "optimizer_cpu_offload=True they are in host memory; build the optimizer without it"
+            )
+        return self.update.general if isinstance(self.update, KernelUpdate) else self.update
 
     def sync_to_pack(self, *, to_load: bool) -> None:
         """As :meth:`sync_from_model`; take in what was put into the state, unless that is about to be replaced.

@@ -90,14 +90,6 @@ class GeneralUpdate(InnerUpdate):
             f"use {either([kind.__name__ for kind in KINDS])}"
         )
 
-    @override
-    def release_memory(self) -> None:
-        """Do nothing: none is held."""
-
-    def required_state(self, options: dict[str, Any]) -> list[str]:
-        """Return no keys: the optimizer's state is not known."""
-        return []
-
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """See :class:`InnerUpdate`. What else the optimizer's ``step()`` reads is its own affair.
 

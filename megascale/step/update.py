@@ -97,7 +97,8 @@ class InnerUpdate(Protocol):
         return 0
 
     def required_state(self, options: dict[str, Any]) -> list[str]:
-        """Return the keys without which a saved state of a parameter is not whole."""
+        """Return the keys without which a saved state of a parameter is not whole; none of an own ``step()`` is."""
+        return []
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Raise an error for options of a param group that :meth:`prepare` could not use."""
@@ -121,6 +122,7 @@ class InnerUpdate(Protocol):
 
     def release_memory(self) -> None:
         """Let go of the memory of main params and state: it is read anew in the next step."""
+        return
 
     def raise_failure(self) -> None:
         """Raise, once, what the update before has raised in another thread, where main params may be changed in part.

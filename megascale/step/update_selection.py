@@ -5,12 +5,13 @@ import torch
 from megascale.config import StepConfig
 from megascale.errors import ArgumentError
 from megascale.kernels import Backend
+from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import BY_KIND, ELEMENTWISE, FIRST, KINDS, MUON, SECOND
+from megascale.step.host_update import HostUpdate
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.known_optimizers import refuse_low_bit_moments
 from megascale.step.muon_update import MuonUpdate
 from megascale.step.torch_step import GeneralUpdate
-from megascale.step.update import InnerUpdate
 from megascale.utils import call_site
 from megascale.utils.dtensors import is_cut
 from megascale.utils.wording import either
@@ -35,8 +36,16 @@ def check_inner(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: StepConfig) -> InnerUpdate:
+def select_update(
+    optimizer: torch.optim.Optimizer,
+    backend: Backend,
+    config: StepConfig,
+    device: torch.device,
+    arrivals: WeightArrivals | None,
+) -> KernelUpdate | GeneralUpdate:
     """Return how ``optimizer`` is run. Exact types only: a subclass may have changed ``step()``.
+
+    ``arrivals``: sends weights from host memory, where main params of parameters on ``device`` live; None: none do.
 
     Raises ArgumentError for 16-bit moments of an optimizer that runs its own ``step()``; warns where that may read
     pieces of DTensors.
@@ -44,6 +53,8 @@ def select_update(optimizer: torch.optim.Optimizer, backend: Backend, config: St
     rule = BY_KIND.get(type(optimizer))
     if rule is MUON:
         return MuonUpdate(optimizer, backend, config)
+    if rule is not None and arrivals is not None:
+        return HostUpdate(optimizer, backend, config, rule, device, arrivals)
     if rule is not None:
         return KernelUpdate(optimizer, backend, config, rule)
     known = either([kind.__name__ for kind in KINDS])
