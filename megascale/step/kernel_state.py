@@ -77,7 +77,6 @@ class KernelState:
         self._shown: list[Any] = []
         self._entries: list[dict[str, Any]] = []
         self._values: list[Any] = []
-        self._times = 0
 
     def create(self, params: Sequence[MainParam], names: Sequence[str], *, fills: bool = True) -> None:
         """Give the state of ``params`` its place, with the values of existing state, in the configured dtypes.
@@ -101,10 +100,10 @@ class KernelState:
         self._take_in(params, [every] * len(params), fills=fills)
         self._shown = []  # what others show is taken in next time
 
-    def take_in(self) -> int:
+    def take_in(self) -> bool:
         """Copy what a program has put into the optimizer's state into its places, and show these again.
 
-        Where nothing was put there, nothing is read but whether keys and values are the same objects. Returns how often
+        Where nothing was put there, nothing is read but whether keys and values are the same objects. Returns whether
         there was something.
 
         Raises UsageError, naming the parameter, for state that does not fit: nothing has changed.
@@ -116,14 +115,13 @@ class KernelState:
             and sum(map(len, self._entries)) == len(self._values)
             and all(map(is_, chain.from_iterable(map(dict.values, self._entries)), self._values))
         ):
-            return self._times
+            return False
         params = [place.param for place in self._places.values()]
         self._take_in(params, [list(place.tensors) for place in self._places.values()], fills=False)
         self._shown = [*state, *state.values()]
         self._entries = [state[model] for model in self._places]
         self._values = list(chain.from_iterable(map(dict.values, self._entries)))
-        self._times += 1
-        return self._times
+        return True
 
     def columns(self, params: Sequence[MainParam], names: Sequence[str]) -> dict[str, list[Tensor]]:
         """Return by name one tensor per parameter; :meth:`create` has made them.

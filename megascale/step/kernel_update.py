@@ -80,7 +80,7 @@ class KernelUpdate(InnerUpdate):
         self._state.create(params, self.required_state(options))
 
     @override
-    def take_in_state(self) -> int:
+    def take_in_state(self) -> bool:
         return self._state.take_in()
 
     @override

@@ -293,12 +293,6 @@ class StepMember:
             step.memory.clear()
         self.captured.clear()
 
-    def memory_layout(self) -> list[object]:
-        """Return a list that differs once parameters have moved, or state was replaced. Takes over writes to both."""
-        self.sync_from_model()
-        self.main_params.residence.require_here("a graph's replay")
-        return [*self.main_params.units(), self.update.take_in_state()]
-
     def why_not_capturable(self) -> str | None:
         """Return why a step cannot be part of a device's graph; None where it can."""
         others = {param.model.device for param in self.main_params} - {self.device}

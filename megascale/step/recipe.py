@@ -326,10 +326,6 @@ class StepRecipe:
             member.main_params.end_step()
         torch.eq(skip.found_inf, 0)  # of the result
 
-    def memory_layout(self) -> list[object]:
-        """Return a list that differs once parameters or state have moved. Takes over weights loaded into the model."""
-        return [place for member in self.members for place in member.memory_layout()]
-
     def captured(self) -> CapturedStep:
         """Return what a graph must keep of the step that was captured last."""
         if (record := self.overflows.newest) is None:
@@ -340,7 +336,7 @@ class StepRecipe:
             [member.grads.weights for member in self.members],
             self.last_result,
             self._settings(),
-            self.memory_layout(),
+            [member.main_params.units() for member in self.members],
             [storage for member in self.members for storage in member.captured_memory()],
         )
         for member in self.members:
@@ -366,11 +362,16 @@ class StepRecipe:
             self._require_in_place(captured)
 
     def _require_in_place(self, captured: CapturedStep) -> None:
-        if self.memory_layout() != captured.layout or not captured.memory:
-            raise UsageError(
-                "parameters or optimizer state have moved since the graph was captured (added, loaded, or moved to "
-                "another device); make a new StepGraph"
-            )
+        """Take over writes to weights and state. Raises UsageError where a replay would read or write other memory."""
+        for member, units in zip(self.members, captured.units, strict=True):
+            member.main_params.residence.require_here("a graph's replay")
+            member.sync_from_model()
+            # Units are made anew where parameters have moved. State that is taken in now is not what a replay has read.
+            if member.update.take_in_state() or member.main_params.units() is not units or not captured.memory:
+                raise UsageError(
+                    "parameters or optimizer state have moved since the graph was captured (added, loaded, or moved to "
+                    "another device); make a new StepGraph"
+                )
 
     def after_replay(self, captured: CapturedStep) -> None:
         """Compare what the graph holds, while the device works. Raise errors one step late, as on any accelerator."""

@@ -126,7 +126,7 @@ class CapturedStep:
         weights: of each member's statistics.
         result: what the step returned.
         settings: by name, numbers and objects that are in the graph as they were.
-        layout: where all that the step updates was; see :meth:`StepRecipe.memory_layout`.
+        units: of each member; they are others once a parameter has moved.
         memory: the storages of weights, gradients, main params and state: while the graph holds them, no replay writes
             memory that is another's. Empty once the library has moved what lay in them.
     """
@@ -136,7 +136,7 @@ class CapturedStep:
     weights: list[GradWeights | None]
     result: StepResult | None
     settings: dict[str, Any]
-    layout: list[object]
+    units: list[Any]
     memory: list[UntypedStorage]
 
 

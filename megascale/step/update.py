@@ -89,12 +89,12 @@ class InnerUpdate(Protocol):
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
         """Make the state of parameters of one group that have none."""
 
-    def take_in_state(self) -> int:
+    def take_in_state(self) -> bool:
         """Copy what a program has put into the optimizer's state into its place; of an own ``step()`` it has none.
 
-        Returns how often there was something. Raises UsageError, with nothing changed.
+        Returns whether there was something. Raises UsageError, with nothing changed.
         """
-        return 0
+        return False
 
     def required_state(self, options: dict[str, Any]) -> list[str]:
         """Return the keys without which a saved state of a parameter is not whole; none of an own ``step()`` is."""
