@@ -40,8 +40,8 @@ from torch import Tensor
 from megascale.errors import UsageError
 from megascale.kernels.blocks import Row, blocks_of, pieces_of, rows_of
 from megascale.kernels.decision import Decision, TensorStats, stats_dtype
-from megascale.kernels.protocol import Operands, flags_at
-from megascale.kernels.remainders import takes_remainders
+from megascale.kernels.protocol import Operands
+from megascale.kernels.remainders import of_trained
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper
 
@@ -81,13 +81,13 @@ class ApexBackend(TorchBackend):
             columns.append(_stacked([piece.numel() - piece.count_nonzero() for piece in pieces]))
         return TensorStats.of_pieces(torch.stack(columns, dim=1), num_pieces)
 
-    @takes_remainders
+    @of_trained
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        rows, there = rows_of(operands, ["exp_avg", "exp_avg_sq"])
+        rows = rows_of(operands, ["exp_avg", "exp_avg_sq"])
         if hyper.amsgrad or rows is None or not all(map(_takes, rows)):
             return super().adam_(operands, hyper, decision)
-        steps, device = [operands.step[index] for index in there], decision.found_inf.device
+        steps, device = list(operands.step), decision.found_inf.device
         noop, counts = (decision.found_inf != 0).to(torch.int32).reshape(1), (torch.stack(steps) + 1).to(torch.int32)
         # A list, because the overload for a single tensor reads it on the host.
         torch._foreach_add_(steps, [1 - decision.found_inf] * len(steps))
@@ -118,7 +118,7 @@ class ApexBackend(TorchBackend):
             none = torch.zeros((), dtype=torch.bool, device=device)
             flags.append(self._norms(watched).isfinite().logical_not().any() if watched else none)
         torch.autograd.graph.increment_version([tensor for main, _, *rest in rows for tensor in (main, *rest)])
-        return flags_at(there, torch.stack(flags), len(operands.main))
+        return torch.stack(flags)
 
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the L2 norm of each 1-D tensor, none of them empty, in the statistics dtype, shape [len(tensors)]."""

@@ -145,21 +145,19 @@ def blocks_of(rows: list[Row]) -> Iterator[Block]:
         yield block
 
 
-def rows_of(operands: Operands, names: Sequence[str]) -> tuple[list[Row] | None, list[int]]:
-    """Return the rows of all parameters that have a gradient, and their indices.
+def rows_of(operands: Operands, names: Sequence[str]) -> list[Row] | None:
+    """Return the rows of all parameters, which have a gradient; None: tensors of one share no dense memory layout.
 
-    No rows: the tensors of one share no dense memory layout. ``names``: of the states, in their order in a row.
+    ``names``: of the states, in their order in a row.
     """
     columns = [operands.main, operands.grad, operands.model, *(operands.state[name] for name in names)]
     rows: list[Row] = []
-    there = [index for index, grad in enumerate(operands.grad) if grad is not None]
-    for index in there:
-        main, grad, *rest = (column[index] for column in columns)
+    for main, grad, *rest in zip(*columns, strict=True):
         row = flat([main, grad, *rest]) or flat([main, torch.empty_like(main, dtype=grad.dtype).copy_(grad), *rest])
         if row is None:
-            return None, there
+            return None
         rows.append(row)
-    return rows, there
+    return rows
 
 
 def share_layout(columns: Sequence[TensorList], *, in_order: bool) -> bool:

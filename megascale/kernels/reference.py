@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megascale.kernels.compact_moments import decode_moments, encode_moments, exact_root
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
-from megascale.kernels.protocol import FP16_OVERFLOW, Operands, flags_at
-from megascale.kernels.remainders import TorchRemainders, takes_remainders
+from megascale.kernels.protocol import FP16_OVERFLOW, Operands
+from megascale.kernels.remainders import TorchRemainders, of_trained
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
@@ -40,13 +40,11 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
         """See :class:`megascale.kernels.Backend`."""
         return [grad.to(main.dtype) * coefficient for grad, main in zip(grads, mains, strict=True)]
 
-    @takes_remainders
+    @of_trained
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad, step) in enumerate(zip(operands.main, operands.grad, operands.step, strict=True)):
-            if grad is None:
-                continue
             state = {name: tensors[index] for name, tensors in operands.state.items()}
             g = _gradient(grad, main, hyper.maximize, decision)
             p = main
@@ -74,9 +72,9 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
                 _land_(state[name], value, found)
             _land_(main, p, found)
             step.add_(1 - decision.found_inf)
-        return self._round(operands)
+        return self.write_back_(operands)
 
-    @takes_remainders
+    @of_trained
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`.
 
@@ -85,8 +83,6 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
         """
         found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad) in enumerate(zip(operands.main, operands.grad, strict=True)):
-            if grad is None:
-                continue
             g = _gradient(grad, main, hyper.maximize, decision)
             if hyper.weight_decay != 0:
                 g = g + hyper.weight_decay * main
@@ -101,15 +97,13 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
             _land_(main, main - _as(main, lr) * g, found)
             if hyper.momentum != 0 and hyper.dampening != 0:
                 operands.step[index].add_(1 - decision.found_inf)
-        return self._round(operands)
+        return self.write_back_(operands)
 
-    @takes_remainders
+    @of_trained
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad) in enumerate(zip(operands.main, operands.grad, strict=True)):
-            if grad is None:
-                continue
             g = _gradient(grad, main, hyper.maximize, decision)
             held = operands.state["exp_avg"][index]
             average = held.to(main.dtype)
@@ -117,14 +111,7 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
             p = main * _as(main, 1 - lr * hyper.weight_decay) - _as(main, lr) * direction
             _land_(held, hyper.beta2 * average + (1 - hyper.beta2) * g, found)
             _land_(main, p, found)
-        return self._round(operands)
-
-    def _round(self, operands: Operands) -> Tensor:
-        """Round main params that have a gradient into their model params. Returns the overflow flags of all."""
-        there = [index for index, grad in enumerate(operands.grad) if grad is not None]
-        if not there:
-            return torch.zeros(len(operands.main), dtype=torch.bool, device=operands.main[0].device)
-        return flags_at(there, self.write_back_(operands.pick(there)), len(operands.main))
+        return self.write_back_(operands)
 
     def write_back_(self, operands: Operands) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""

@@ -122,32 +122,34 @@ class TorchRemainders:
 Update = Callable[[Any, Operands, Any, Decision], Tensor]
 
 
-def takes_remainders(update: Update) -> Update:
-    """Decorate a backend's update of main params: those that are held as remainders are decoded for it, some at a time.
+def of_trained(update: Update) -> Update:
+    """Decorate a backend's update of main params: it gets those that have a gradient, at least one.
 
-    It gets operands that are their own model params. Those without a gradient are not decoded: encoding could give
-    them another remainder.
+    Those that are held as remainders are decoded for it, some at a time, and are their own model params then. Without
+    a gradient they are not decoded: encoding could give them another remainder.
     """
 
     @wraps(update)
-    def decoding(backend: Any, operands: Operands, hyper: Any, decision: Decision) -> Tensor:
-        if not operands.remainder:
-            return update(backend, operands, hyper, decision)
+    def updating(backend: Any, operands: Operands, hyper: Any, decision: Decision) -> Tensor:
         there = [index for index, grad in enumerate(operands.grad) if grad is not None]
+        if not there:
+            return torch.zeros(len(operands.model), dtype=torch.bool, device=operands.model[0].device)
+        trained = operands if len(there) == len(operands.model) else operands.pick(there)
 
         def flags_of(places: Sequence[int]) -> Any:  # when it returns, its main params' memory is free for the next
-            part = operands.pick([there[place] for place in places])
+            part = trained.pick(places)
             part.main = [torch.empty_like(model, dtype=torch.float32) for model in part.model]
             backend.decode_(part)
             update(backend, replace(part, model=part.main, remainder=[]), hyper, decision)
             return backend.encode_(part, decision.found_inf)
 
-        flags = list(map(flags_of, runs_of([operands.model[index] for index in there], DECODED_NUMEL)))
-        if not flags:
-            return torch.zeros(len(operands.model), dtype=torch.bool, device=operands.model[0].device)
-        return flags_at(there, torch.cat(flags), len(operands.model))
+        if operands.remainder:
+            flags = torch.cat(list(map(flags_of, runs_of(trained.model, DECODED_NUMEL))))
+        else:
+            flags = update(backend, trained, hyper, decision)
+        return flags_at(there, flags, len(operands.model))
 
-    return decoding
+    return updating
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

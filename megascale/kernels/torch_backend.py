@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megascale.kernels.blocks import Block, RoundingWatch, Row, Scratch, blocks_of, pieces_of, rows_of, takes_many
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
-from megascale.kernels.protocol import Operands, flags_at, runs_of
+from megascale.kernels.protocol import Operands, runs_of
 from megascale.kernels.reference import ReferenceBackend
-from megascale.kernels.remainders import TorchRemainders, takes_remainders
+from megascale.kernels.remainders import TorchRemainders, of_trained
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
@@ -53,14 +53,14 @@ class TorchBackend(TorchDecisions, TorchRemainders):
             torch._foreach_mul_(unscaled, coefficient)
         return unscaled
 
-    @takes_remainders
+    @of_trained
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
-        rows, there = rows_of(operands, names)
+        rows = rows_of(operands, names)
         if rows is None or operands.has_codes:
             return self._reference.adam_(operands, hyper, decision)
-        steps = [operands.step[index] for index in there]
+        steps = list(operands.step)
         # A list, because the overload for a single tensor reads it on the host.
         torch._foreach_add_(steps, [1 - decision.found_inf] * len(steps))
         fused = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
@@ -87,12 +87,12 @@ class TorchBackend(TorchDecisions, TorchRemainders):
             for index, copies in enumerate(moments):
                 block.narrow_(3 + index, copies)
 
-        return flags_at(there, _by_blocks(rows, update_), len(operands.main))
+        return _by_blocks(rows, update_)
 
-    @takes_remainders
+    @of_trained
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        rows, there = rows_of(operands, ["momentum_buffer"] if hyper.momentum != 0 else [])
+        rows = rows_of(operands, ["momentum_buffer"] if hyper.momentum != 0 else [])
         if rows is None or (hyper.momentum != 0 and hyper.dampening != 0):
             return self._reference.sgd_(operands, hyper, decision)
 
@@ -115,12 +115,12 @@ class TorchBackend(TorchDecisions, TorchRemainders):
             if buffers:
                 block.narrow_(3, buffers)
 
-        return flags_at(there, _by_blocks(rows, update_), len(operands.main))
+        return _by_blocks(rows, update_)
 
-    @takes_remainders
+    @of_trained
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`. torch has no Lion kernel: the reference's code runs in cache."""
-        rows, there = rows_of(operands, ["exp_avg"])
+        rows = rows_of(operands, ["exp_avg"])
         if rows is None:
             return self._reference.lion_(operands, hyper, decision)
 
@@ -128,7 +128,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
             main, grad, exp_avg = (block.column(index) for index in (0, 1, 3))
             self._reference.lion_(Operands(main, main, grad, {"exp_avg": exp_avg}), hyper, decision)
 
-        return flags_at(there, _by_blocks(rows, update_), len(operands.main))
+        return _by_blocks(rows, update_)
 
     def write_back_(self, operands: Operands) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
