@@ -13,7 +13,7 @@ from megascale.errors import ArgumentError, GradientError, UsageError
 from megascale.grad_sync.grad_hook import owner_of, require_unowned
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.usable_grads import gradient_error
-from megascale.kernels import Forms, GradWeights, ListReader, TensorList, stats_dtype, tensor_fault
+from megascale.kernels import Decision, Forms, GradWeights, ListReader, TensorList, stats_dtype, tensor_fault
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
@@ -72,6 +72,7 @@ class Collected:
         grads: their local gradients, which are measured.
         weights: of each gradient's statistics.
         error: why this rank cannot step; the lists are empty then.
+        decision: on the step, which all members share; None before it.
     """
 
     updates: list[PendingUpdate]
@@ -79,6 +80,7 @@ class Collected:
     grads: TensorList
     weights: GradWeights
     error: Exception | None
+    decision: Decision | None = None
 
 
 class ReadyGrads:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from weakref import WeakSet, ref
 
@@ -13,7 +12,7 @@ from megascale.config import StepConfig
 from megascale.errors import MegascaleError, UsageError
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.sync import GradSync
-from megascale.kernels import NUM_STATISTICS, WITH_GRADS, Backend, Decision, Statistic
+from megascale.kernels import NUM_STATISTICS, WITH_GRADS, Backend, Statistic
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
@@ -25,31 +24,17 @@ from megascale.step.local_grads import Collected, ReadyGrads
 from megascale.step.result import CapturedStep, StepCounter
 from megascale.step.torch_states import is_per_element
 from megascale.step.torch_step import GeneralUpdate
-from megascale.step.update import PendingUpdate
 from megascale.step.update_selection import select_update
 from megascale.utils.dtensors import held
 from megascale.utils.nests import tensors_in
 from megascale.utils.portable import NO_OPTIONS, portable
 
 
-@dataclass(frozen=True)
-class ReadyStep:
-    """A step that is decided and not yet taken.
-
-    Attributes:
-        updates: what is to be updated, with its gradients.
-        decision: shared by all members of a step.
-    """
-
-    updates: list[PendingUpdate]
-    decision: Decision
-
-
 class StepMember:
     """One optimizer's main params, state, gradients and update.
 
     Attributes:
-        ready: a step that is decided and not yet taken.
+        ready: what a step will update that is decided and not yet taken, with its decision.
         chain: the recipe of the newest ChainedOptimizer that steps this member with others; None: none does.
         is_lent: whether the wrapped optimizer holds its main params just now, outside of a step.
         grads: what collects its gradients.
@@ -87,7 +72,7 @@ class StepMember:
         self.update = select_update(optimizer, backend, config, device, main_params.arrivals)
         self.counter = StepCounter(device)
         self.replicas_may_differ = replicas_may_differ
-        self.ready: ReadyStep | None = None
+        self.ready: Collected | None = None
         self.is_lent = False
         self.captured: WeakSet[CapturedStep] = WeakSet()
         self.chain: ref[object] | None = None

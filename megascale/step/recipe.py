@@ -43,7 +43,7 @@ from megascale.step.facts import FactsOfSteps
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
 from megascale.step.main_grads import LentGrads, require_lendable
-from megascale.step.member import ReadyStep, StepMember
+from megascale.step.member import StepMember
 from megascale.step.misuse import (
     JoinGuard,
     Statistics,
@@ -171,7 +171,7 @@ class StepRecipe:
             )
         collected, decision = self._decided(error, self.clip_grad if clip_grad is None else clip_grad)
         for member, own in zip(self.members, collected, strict=True):
-            member.ready = ReadyStep(own.updates, decision)
+            member.ready = replace(own, decision=decision)
         return decision
 
     def _decided(self, error: Exception | None, clip_grad: float) -> tuple[list[Collected], Decision]:
@@ -209,11 +209,11 @@ class StepRecipe:
 
     def clip_values_(self, max_value: float) -> None:
         """Clamp every unscaled, norm-clipped gradient of a ready step to [-max_value, max_value], still scaled."""
-        for ready in self._ready("clip_grad_value_() needs prepare_grads() first: gradients are not unscaled before"):
-            for update in ready.updates:
-                for _, grad in update.pairs():
-                    bound = to_device_async(max_value / ready.decision.coefficient, grad.device)
-                    torch.clamp(grad, -bound, bound, out=grad)
+        ready, decision = self._ready("clip_grad_value_() needs prepare_grads() first, which unscales gradients")
+        for update in chain.from_iterable(own.updates for own in ready):
+            for _, grad in update.pairs():
+                bound = to_device_async(max_value / decision.coefficient, grad.device)
+                torch.clamp(grad, -bound, bound, out=grad)
 
     # The second half
 
@@ -223,12 +223,12 @@ class StepRecipe:
         An error here is this rank's alone. Others wait for its gathers, so it takes part in them, and all ranks raise
         the error at the next step.
         """
-        ready = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
+        ready, decision = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
         if (error := self._check()) is not None:
             raise error  # nobody waits for this rank yet, and the chain can still take its step
-        return self._take(self._collected_again(ready), ready[0].decision)
+        return self._take(self._collected_again(ready), decision)
 
-    def _take(self, ready: Sequence[Collected | ReadyStep], decision: Decision) -> StepResult:
+    def _take(self, ready: Sequence[Collected], decision: Decision) -> StepResult:
         """Take a decided step, whose tensors cannot have changed since they were checked."""
         self.discard_prepared()
         with span("megascale.update"):
@@ -517,7 +517,7 @@ class StepRecipe:
             raise error
         self._has_trained = True
 
-    def _collected_again(self, ready: list[ReadyStep]) -> Sequence[Collected | ReadyStep]:
+    def _collected_again(self, ready: list[Collected]) -> Sequence[Collected]:
         """Return what the ready steps update with the gradients that are there now; nothing on an error of this rank.
 
         Raises the error at once where this rank is alone. Nothing has changed then.
@@ -534,7 +534,7 @@ class StepRecipe:
                 member.main_params.mark_written(update.unit)  # other ranks gather it from this one
         return [replace(own, updates=[]) for own in ready]
 
-    def _apply_members(self, ready: Sequence[Collected | ReadyStep], decision: Decision) -> list[OverflowFlags]:
+    def _apply_members(self, ready: Sequence[Collected], decision: Decision) -> list[OverflowFlags]:
         """Update all members. Returns which main params did not fit their model params."""
         overflow_flags: list[OverflowFlags] = []
         for member, own in zip(self.members, ready, strict=True):
@@ -544,9 +544,9 @@ class StepRecipe:
                 self.errors.record(error)
         return overflow_flags
 
-    def _ready(self, without: str) -> list[ReadyStep]:
-        """Return the members' ready steps. Raises UsageError saying ``without`` if there are none."""
+    def _ready(self, without: str) -> tuple[list[Collected], Decision]:
+        """Return the members' ready steps, and the decision. Raises UsageError saying ``without`` if there are none."""
         ready = [member.ready for member in self.members if member.ready is not None]
-        if len(ready) < len(self.members):
+        if (decision := self.decision) is None:
             raise UsageError(without)
-        return ready
+        return ready, decision
