@@ -8,7 +8,7 @@ for all weights from then on, and adds nothing to the graph.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
@@ -56,35 +56,36 @@ class GatherHooks:
         for module in (module for root in roots for module in root.modules()):
             if module not in self._handles:
                 self.are_compiled |= module in _COMPILED
-                wait = _BeforeStateDict(self)
                 self._handles[module] = [
                     # Before other hooks: FSDP2's and spectral_norm's read parameters.
-                    module.register_forward_pre_hook(_BeforeForward(self), prepend=True),
-                    module.register_state_dict_pre_hook(wait),
-                    module.register_load_state_dict_pre_hook(wait),
+                    module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
+                    # A state dict holds the parameters of the modules inside, too.
+                    module.register_state_dict_pre_hook(_Hook(self._wait)),
+                    module.register_load_state_dict_pre_hook(_Hook(self._wait)),
                 ]
 
     def __contains__(self, module: nn.Module) -> bool:
         """Whether a module has hooks."""
         return module in self._handles
 
-    def wait(self) -> None:
-        """Wait until every parameter is whole."""
-        gather = self._gather()
-        if gather is not None:
-            gather.wait()
+    def _before_forward(self, module: nn.Module) -> None:
+        """Wait for the parameters that the module's forward reads; in compiled code, once for all."""
+        if torch.compiler.is_compiling():
+            self.meet_compiler()
+        elif (gather := self._gather()) is not None:
+            gather.wait_for(params_read_by(module))
 
-    def wait_for(self, params: Iterable[nn.Parameter]) -> None:
-        """Wait until these parameters are whole."""
-        gather = self._gather()
-        if gather is not None:
-            gather.wait_for(params)
+    def _wait(self, _module: nn.Module) -> None:
+        """Wait until every parameter is whole."""
+        if (gather := self._gather()) is not None:
+            gather.wait()
 
     def meet_compiler(self) -> None:
         """Wait until every parameter is whole, and let steps do so: compiled code is about to read them."""
         self.are_compiled = True
         _COMPILED.update(self._handles)
-        self.wait()
+        if (gather := self._gather()) is not None:
+            gather.wait()
 
 
 def _remove(handles: "WeakKeyDictionary[nn.Module, list[RemovableHandle]]") -> None:
@@ -94,35 +95,18 @@ def _remove(handles: "WeakKeyDictionary[nn.Module, list[RemovableHandle]]") -> N
 
 
 class _Hook:
-    """Base of the hooks of a module. A copy of one, with a copy of the module, waits for nothing."""
+    """A hook of a module. A copy of it, with a copy of the module, waits for nothing."""
 
-    def __init__(self, hooks: GatherHooks | None = None) -> None:
-        self.hooks = hooks
+    def __init__(self, wait: Callable[[nn.Module], None] | None = None) -> None:
+        self._wait = wait
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        """Wait."""
+        if self._wait is not None:
+            self._wait(module)
 
     def __reduce__(self) -> Any:
         return type(self), ()
-
-
-class _BeforeForward(_Hook):
-    """Waits for the parameters that the module's forward reads."""
-
-    def __call__(self, module: nn.Module, _inputs: Any) -> None:
-        """Wait; in compiled code, once for all."""
-        if self.hooks is None:
-            return
-        if torch.compiler.is_compiling():
-            self.hooks.meet_compiler()
-        else:
-            self.hooks.wait_for(params_read_by(module))
-
-
-class _BeforeStateDict(_Hook):
-    """Waits for all parameters: a state dict holds those of the modules inside too."""
-
-    def __call__(self, *_: Any) -> None:
-        """Wait."""
-        if self.hooks is not None:
-            self.hooks.wait()
 
 
 def params_read_by(module: nn.Module) -> Iterable[nn.Parameter]:
