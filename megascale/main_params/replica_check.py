@@ -1,6 +1,6 @@
 """Finds parameters that differ between ranks that should hold the same, and broadcasts or refuses them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from megascale.grad_sync.sync import GradSync
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import broadcast_, group_size
 from megascale.utils.consensus import differing
+
+_UNREDUCED = "a MixedPrecisionOptimizer"
+"""What a rank builds whose gradients no GradSync reduces."""
 
 
 @torch.no_grad()
@@ -47,34 +50,54 @@ def require_same(
         ArgumentError: on every rank alike, naming it, if ranks have built different GradSyncs or optimizers; their
             GradSyncs are then detached from their parameters. Also if a parameter is not the same on all ranks.
     """
-    named = [(name, param) for name, param in named_parameters if not param.is_meta]
-    for experts in sorted({is_expert(param) for _, param in named}):
-        own = {name: param for name, param in named if is_expert(param) == experts}
-        holders = groups.of_param(next(iter(own.values()))).holders
-        if group_size(holders) == 1:
-            continue
-        owners = {id(owner): owner for owner in map(owner_of, own.values()) if isinstance(owner, GradSync)}
-        syncs = list(owners.values())
-        error: Exception | None = None
+    named = {name: param for name, param in named_parameters if not param.is_meta}
+    syncs: dict[int, GradSync] = {}
+
+    def built(experts: bool, own: Mapping[str, nn.Parameter]) -> Construction:
+        here = [owner for owner in map(owner_of, own.values()) if isinstance(owner, GradSync)]
+        syncs.update((id(sync), sync) for sync in here)
+        by_sync = here[0].construction(experts=experts) if here else Construction({KIND: _UNREDUCED}, {}, {})
+        forms = param_forms("the optimizer", own.items(), {} if values_may_differ else group_of)
+        facts = {KIND: by_sync.facts[KIND], "replicas_may_differ": values_may_differ, **forms, **by_sync.facts}
+        return Construction(facts, by_sync.groups, {} if values_may_differ else digests(own))
+
+    try:
+        exchanged = list(exchanges(named, groups, built))
+    except MegascaleError:
+        for sync in syncs.values():
+            sync.detach()
+        raise
+    for every in exchanged:
+        require_same_values(every)
+
+
+def exchanges(
+    params: Mapping[str, nn.Parameter],
+    groups: ParallelGroups,
+    build: Callable[[bool, Mapping[str, nn.Parameter]], Construction],
+    error: Exception | None = None,
+) -> Iterator[list[Construction]]:
+    """Yield what every rank that holds the same parameters builds of them: of dense ones, and of experts.
+
+    One exchange for each kind, as not all ranks need have both.
+
+    Args:
+        params: by name.
+        build: returns what this rank builds of its parameters of one kind, whether of experts.
+        error: what this rank has found already.
+
+    Raises ArgumentError on every rank alike if ranks build differently; else the first error of a rank.
+    """
+    holders = {is_expert(param): groups.of_param(param).holders for param in params.values()}
+    for experts in sorted(holders):
         mine: Construction | None = None
         try:
-            built = (
-                syncs[0].construction(experts=experts)
-                if syncs
-                else Construction({KIND: "a MixedPrecisionOptimizer"}, {}, {})
-            )
-            forms = param_forms("the optimizer", own.items(), {} if values_may_differ else group_of)
-            facts = {KIND: built.facts[KIND], "replicas_may_differ": values_may_differ, **forms, **built.facts}
-            mine = Construction(facts, built.groups, {} if values_may_differ else digests(own))
+            if error is None and group_size(holders[experts]) > 1:
+                own = {name: param for name, param in params.items() if is_expert(param) == experts}
+                mine = build(experts, own)
         except Exception as caught:  # whatever it is: other ranks wait
             error = caught
-        try:
-            every = exchange(mine, error, holders)
-        except MegascaleError:
-            for sync in syncs:
-                sync.detach()
-            raise
-        require_same_values(every)
+        yield exchange(mine, error, holders[experts])
 
 
 def require_same_values(built: Sequence[Construction]) -> None:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from megascale.config import StepConfig
 from megascale.errors import StateDictError
-from megascale.grad_sync.construction import Construction, exchange, param_forms
+from megascale.grad_sync.construction import Construction, param_forms
 from megascale.grad_sync.grad_hook import check_syncable
 from megascale.grad_sync.layout import Piece
 from megascale.grad_sync.sync import GradSync
@@ -24,12 +24,12 @@ from megascale.kernels.compact_moments import GROUP, is_scale, num_groups
 from megascale.main_params.base import MainParams
 from megascale.main_params.gather import ParamGather
 from megascale.main_params.main_param import MainParam, main_memory, main_param_of
-from megascale.main_params.replica_check import broadcast_parameters, digests, require_same_values
+from megascale.main_params.replica_check import broadcast_parameters, digests, exchanges, require_same_values
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.parallel import ParallelGroups, is_expert
-from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, group_size, meet
+from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, meet
 from megascale.utils.consensus import explained
 
 T = TypeVar("T")
@@ -105,26 +105,21 @@ class ShardedMainParams(MainParams):
             check_syncable(params)
         except Exception as caught:  # whatever it is: other ranks wait
             error = caught
-        # One exchange for each kind of parameters, dense and experts: not all ranks need have both.
-        groups = {is_expert(param): self._groups.of_param(param) for param in params.values()}
-        for experts in sorted(groups):
-            holders, mine = groups[experts].holders, None
-            own = {name: param for name, param in params.items() if is_expert(param) == experts}
-            if error is None and group_size(holders) > 1:
-                try:
-                    built = self._grad_sync.construction(experts=experts)
-                    facts = {
-                        **built.facts,
-                        "overlap_param_gather": self._gather.overlap,
-                        "broadcast_params": self._broadcast,
-                        **param_forms("modules", [(name, own[name]) for name in in_forward if name in own], group_of),
-                        **param_forms("the optimizer", own.items(), group_of),
-                    }
-                    readable = {name: param for name, param in own.items() if not (self._broadcast or param.is_meta)}
-                    mine = Construction(facts, built.groups, digests(readable))
-                except Exception as caught:  # whatever it is: other ranks wait
-                    error = caught
-            require_same_values(exchange(mine, error, holders))
+
+        def built(experts: bool, own: Mapping[str, nn.Parameter]) -> Construction:
+            by_sync = self._grad_sync.construction(experts=experts)
+            facts = {
+                **by_sync.facts,
+                "overlap_param_gather": self._gather.overlap,
+                "broadcast_params": self._broadcast,
+                **param_forms("modules", [(name, own[name]) for name in in_forward if name in own], group_of),
+                **param_forms("the optimizer", own.items(), group_of),
+            }
+            readable = {name: param for name, param in own.items() if not (self._broadcast or param.is_meta)}
+            return Construction(facts, by_sync.groups, digests(readable))
+
+        for every in exchanges(params, self._groups, built, error):
+            require_same_values(every)
 
     @override
     def agree(self, error: Exception | None) -> None:
