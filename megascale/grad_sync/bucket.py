@@ -6,6 +6,7 @@ allocation, so that moving parameters into flat memory needs the memory of one m
 
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,7 @@ from megascale.grad_sync.reduction import BucketReduction, Divisor
 from megascale.parallel import GradGroup
 from megascale.utils.collectives import group_rank
 from megascale.utils.host_memory import host_copies, storage_bytes
-from megascale.utils.streams import WriteOrder
+from megascale.utils.streams import WriteOrder, current_stream
 
 GATHER_BIT = 1 << 30
 """Set in the tags of the messages that gather a bucket's model params, not in those of its reduction."""
@@ -85,6 +86,7 @@ class SyncedBucket:
     Attributes:
         params: by name.
         tag: of its messages.
+        side: the stream that carries out reductions on its device; None: the host does.
         waiting: names of parameters whose gradients are still to come.
         fresh: names of those that had none in this step: the first one overwrites the main grad.
         started: whether the reduction has begun.
@@ -95,6 +97,7 @@ class SyncedBucket:
     params: dict[str, nn.Parameter]
     reduction: BucketReduction
     tag: int
+    side: torch.Stream | None
     waiting: set[str] = field(init=False)
     fresh: set[str] = field(init=False)
     started: bool = field(init=False)
@@ -118,12 +121,15 @@ class SyncedBucket:
 
         Parameters that had no gradient take part with zeros.
         """
-        self.memory.order.join()
-        for name in self.fresh:
-            self.memory.views[name].zero_()
-        self.fresh = set()
-        self.started = True
-        self.reduction.start(divisor)
+        if self.side is not None:  # behind the step before, where no stream has written since
+            self.side.wait_stream(current_stream(self.memory.flat.device))
+        with self.side or nullcontext():
+            self.memory.order.join()
+            for name in self.fresh:
+                self.memory.views[name].zero_()
+            self.fresh = set()
+            self.started = True
+            self.reduction.start(divisor)
 
 
 def tag_of(names: Iterable[str]) -> int:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,8 @@ from megascale.utils.collectives import (
     group_size,
     is_message_passing,
     reduce_scatter_start,
-    runs_on_streams,
 )
-from megascale.utils.streams import Lent, WriteOrder, keep_for_current_stream
+from megascale.utils.streams import WriteOrder, keep_for_current_stream
 
 CHUNK = 1 << 18
 """Elements that are summed and divided while they are in cache."""
@@ -77,83 +77,77 @@ class BucketReduction(ABC):
 
     Args:
         flat: the bucket.
+        order: orders the streams that write it.
         group: the ranks that hold its parameters.
         travel_dtype: of the messages.
         cuts: where the ranks' shards begin and end; None: every rank keeps the whole bucket.
+        aside: the current stream of :meth:`start` is one of reductions alone, which may wait for them.
 
     Attributes:
         kept: 1-D: the part of the bucket that this rank keeps.
         has_scratch: whether memory of the bucket's size is held between :meth:`start` and :meth:`wait`.
-        ends_aside: whether another stream can end it: see :meth:`end_aside`.
     """
 
-    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, cuts: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        flat: Tensor,
+        order: WriteOrder,
+        group: GradGroup,
+        travel_dtype: torch.dtype,
+        cuts: Sequence[int] | None,
+        *,
+        aside: bool = False,
+    ) -> None:
         self.flat = flat
         self.group = group
         self.travel_dtype = travel_dtype
         self.rank = group_rank(group.shard)
         self.cuts = list(pairwise(cuts or ()))
         self.kept = self.own_part(flat)
-        self.has_scratch = travel_dtype != flat.dtype
+        self._is_copied = travel_dtype != flat.dtype
+        self.has_scratch = self._is_copied and not aside
         self._num_holders = group_size(group.holders)
         self.alone = self._num_holders == 1
         self._pre_divisor = self._num_holders if travel_dtype.itemsize < 4 else 1
         self._can_average = travel_dtype.itemsize >= 4 and can_average_exactly(group.holders, flat.device)
         self._averages = False
         self._divisor: Divisor = 1
-        self._order = WriteOrder(self.kept)
-        self.ends_aside = self._order.is_needed and runs_on_streams(group.holders, flat.device)
-        self._lent = Lent()
+        self._order = order
+        self._is_aside = aside
         self._over_replicas: Work | None = None
 
     def start(self, divisor: Divisor) -> None:
-        """Start to sum and to divide by ``divisor``, without waiting. Do not write the bucket until :meth:`finish`."""
+        """Start to sum and to divide by ``divisor``, without waiting. Do not write the bucket until :meth:`finish`.
+
+        Aside all of it is put on the current stream, one message behind the other, so that the stream of backward waits
+        for none, and the sum over the other copies of a shard begins in backward, too.
+        """
         self._divisor = divisor
         self._averages = self._can_average and not isinstance(divisor, Tensor) and divisor == self._num_holders
+        self._order.write()
         if self.alone:
-            self._order.write()
             divide_(self.kept, divisor)
         else:
             self.begin()
-
-    def wait(self) -> None:
-        """Wait for the communication that :meth:`start` began, and free its scratch."""
-        self.end(aside=False)
-        if self._lent:
-            self._order.write()
-            self._lent.take_back()
+            if self._is_aside:
+                self.wait()
+                self.wait_for_replicas()
 
     def finish(self, divisor: Divisor) -> None:
         """Wait until ``kept`` is the sum divided by ``divisor``, which may have changed since :meth:`start`."""
         self.wait()
-        if self.cuts:
-            self.wait_for_replicas()
+        self.wait_for_replicas()
         self._order.join()
         if divisor is not self._divisor:
             divide_(self.kept, divisor / self._divisor)
-
-    def end_aside(self) -> None:
-        """Let the current stream, another one than that of :meth:`start`, wait until ``kept`` is the sum divided.
-
-        May be called once, right after :meth:`start`, by all ranks or none. :meth:`wait` and :meth:`finish` follow.
-        """
-        if self.alone:
-            self._order.write()
-        else:
-            self.end(aside=True)
-        if self.cuts:
-            self.wait_for_replicas()
 
     @abstractmethod
     def begin(self) -> None:
         """Start to sum over several ranks."""
 
     @abstractmethod
-    def end(self, *, aside: bool) -> None:
-        """Let the current stream wait for the sum, if it was begun, and divide.
-
-        ``aside``: the payload was made for another stream, which waits for this one in :meth:`wait`.
-        """
+    def wait(self) -> None:
+        """Let the current stream wait for the sum, if it was begun, divide, and free scratch."""
 
     def own_part(self, flat: Tensor) -> Tensor:
         """Return what this rank keeps of a bucket: its shard, or all of it."""
@@ -164,9 +158,18 @@ class BucketReduction(ABC):
 
     def packed(self) -> Tensor:
         """Return the payload: the bucket itself, or a copy in ``travel_dtype``."""
-        if self._pre_divisor != 1:
-            self.flat.div_(self._pre_divisor)
-        return self.flat.to(self.travel_dtype)
+        if not self._is_copied:
+            divide_(self.flat, self._pre_divisor)
+            return self.flat
+        payload = torch.empty_like(self.flat, dtype=self.travel_dtype)
+        # Divided and cast in one pass. A CPU divides into scratch of the bucket's dtype first: of a chunk, in cache.
+        chunk = CHUNK if self.flat.device.type == "cpu" else max(1, self.flat.numel())
+        for part, packed in zip(self.flat.split(chunk), payload.split(chunk), strict=True):
+            if self._pre_divisor == 1:
+                packed.copy_(part)
+            else:
+                torch.div(part, self._pre_divisor, out=packed)
+        return payload
 
     def left_to_divide(self) -> Divisor:
         """Return the divisor that is not yet applied to the reduced payload."""
@@ -187,8 +190,8 @@ class BucketReduction(ABC):
 class CollectiveReduction(BucketReduction):
     """By the backend's own all-reduce or reduce-scatter, in place where the dtype is the same."""
 
-    def __init__(self, flat: Tensor, group: GradGroup, travel_dtype: torch.dtype, cuts: Sequence[int] | None) -> None:
-        super().__init__(flat, group, travel_dtype, cuts)
+    def __init__(self, *bucket: Any, aside: bool) -> None:
+        super().__init__(*bucket, aside=aside)
         self._are_equal = len({end - begin for begin, end in self.cuts}) == 1
         self._payload: Tensor | None = None
         self._work: Work | None = None
@@ -204,7 +207,7 @@ class CollectiveReduction(BucketReduction):
         self._work = reduce_scatter_start(own, payload, self.group.shard, average=self._averages, shards=shards)
 
     @override
-    def end(self, *, aside: bool) -> None:
+    def wait(self) -> None:
         if self._payload is None:
             return
         self._order.write()
@@ -212,10 +215,7 @@ class CollectiveReduction(BucketReduction):
             self._work.wait()
         if self._payload is not self.flat:
             self.kept.copy_(self.own_part(self._payload))
-            if aside:
-                self._lent.lend(self._payload)
-            else:
-                keep_for_current_stream(self._payload)
+            keep_for_current_stream(self._payload)
         divide_(self.kept, self.left_to_divide())
         self._work = self._payload = None
         if self.cuts:
@@ -225,17 +225,9 @@ class CollectiveReduction(BucketReduction):
 class P2PReduceScatter(BucketReduction):
     """Sharded, by point-to-point messages, summed on arrival: in at least fp32, in the order of ranks."""
 
-    def __init__(
-        self,
-        flat: Tensor,
-        group: GradGroup,
-        travel_dtype: torch.dtype,
-        cuts: Sequence[int],
-        thread: ReduceThread,
-        tag: int,
-    ) -> None:
-        super().__init__(flat, group, travel_dtype, cuts)
-        self.has_scratch = self.ends_aside = False
+    def __init__(self, *bucket: Any, thread: ReduceThread, tag: int) -> None:
+        super().__init__(*bucket)
+        self.has_scratch = False
         self._thread = thread
         self._tag = tag
         self._carried: Future[None] | None = None
@@ -245,7 +237,7 @@ class P2PReduceScatter(BucketReduction):
         self._carried = self._thread.submit(self._carry)
 
     @override
-    def end(self, *, aside: bool) -> None:
+    def wait(self) -> None:
         """See :class:`BucketReduction`. Raises the error of a failed exchange."""
         if self._carried is not None:
             carried, self._carried = self._carried, None
@@ -286,16 +278,18 @@ class P2PReduceScatter(BucketReduction):
 
 def bucket_reduction(
     flat: Tensor,
+    order: WriteOrder,
     group: GradGroup,
     travel_dtype: torch.dtype,
     thread: ReduceThread,
     tag: int,
     *,
     cuts: Sequence[int] | None,
+    aside: bool,
 ) -> BucketReduction:
     """Return the reduction of the bucket ``flat``. Raises ArgumentError for shards that gloo would have to send.
 
-    ``tag``: of its messages. ``cuts``: where the ranks' shards begin and end; None: every rank keeps the whole bucket.
+    ``tag``: of its messages. The other arguments are those of :class:`BucketReduction`.
     """
     if cuts is not None and is_message_passing(group.shard, flat.device):
         if flat.device.type != "cpu":
@@ -303,8 +297,8 @@ def bucket_reduction(
                 f"gloo sends no shards of parameters on {flat.device}, as it reads host memory alone; name a backend "
                 'for them: init_process_group("nccl"), or "cpu:gloo,cuda:nccl"'
             )
-        return P2PReduceScatter(flat, group, travel_dtype, cuts, thread, tag)
-    return CollectiveReduction(flat, group, travel_dtype, cuts)
+        return P2PReduceScatter(flat, order, group, travel_dtype, cuts, thread=thread, tag=tag)
+    return CollectiveReduction(flat, order, group, travel_dtype, cuts, aside=aside)
 
 
 def divide_(tensor: Tensor, divisor: Divisor) -> None:

@@ -34,7 +34,7 @@ from megascale.grad_sync.usable_grads import memory_error, under_ddp, why_not_ta
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
 from megascale.utils import validate
 from megascale.utils.autograd import without_grad
-from megascale.utils.collectives import group_size
+from megascale.utils.collectives import group_size, runs_on_streams
 from megascale.utils.streams import new_stream
 from megascale.utils.transfer import is_capturing, to_device_async
 
@@ -115,7 +115,7 @@ class GradSync:
         self._main_grads: dict[int, Tensor] = {}
         self._local_grads: dict[int, Tensor] = {}
         self._reduced_hooks: dict[int, OrderedDict[int, ReducedHook]] = {}
-        self._asides: dict[torch.device, torch.Stream] = {}
+        self._sides: dict[torch.device, torch.Stream] = {}
         self._hooks: list[RemovableHandle] = []
         self._remove_hooks = finalize(self, _remove, self._hooks)
         self._remove_hooks.atexit = False
@@ -207,10 +207,8 @@ class GradSync:
     def register_reduced_hook(self, param: nn.Parameter, hook: ReducedHook) -> RemovableHandle:
         """Call ``hook`` with :meth:`local_grad` in backward, as soon as the reduction of its bucket was started.
 
-        It runs on a stream that waits for the reduction, so that backward does not: what it puts there reads a reduced
-        main grad, which it must not write. :meth:`finish` waits for that stream only as far as the reduction itself.
-
-        All ranks register hooks of the same parameters, as buckets with one end their reductions in another order. Not
+        It runs on the stream that carries out reductions, so that backward does not wait: what it puts there reads a
+        reduced main grad, which it must not write, and the next reductions and :meth:`finish` come behind it. Not
         called for reductions that begin in :meth:`finish`, or that a host carries out.
         """
         hooks = self._reduced_hooks.setdefault(id(param), OrderedDict())
@@ -360,11 +358,23 @@ class GradSync:
                 memory, tag = FlatBucket(bucket, own, dtype, first.device), tag_of(own)
                 cuts = bucket.borders if self.is_sharded else None
                 travel = self._reduce_dtype or dtype
-                reduction = bucket_reduction(memory.flat, group, travel, self._thread, tag, cuts=cuts)
-                built.append(SyncedBucket(memory, group, own, reduction, tag))
+                side = self._side_of(memory, group)
+                reduction = bucket_reduction(
+                    memory.flat, memory.order, group, travel, self._thread, tag, cuts=cuts, aside=side is not None
+                )
+                built.append(SyncedBucket(memory, group, own, reduction, tag, side))
         # Backward fills a bucket when it reaches the bucket's earliest parameter, and reaches late layers first.
         built.sort(key=lambda synced: -min(place[name] for name in synced.params))
         return built
+
+    def _side_of(self, memory: FlatBucket, group: GradGroup) -> torch.Stream | None:
+        """Return the stream of all reductions on a bucket's device; None where the host carries them out."""
+        device = memory.flat.device
+        if not memory.order.is_needed or not runs_on_streams(group.holders, device):
+            return None
+        if device not in self._sides:
+            self._sides[device] = new_stream(device)
+        return self._sides[device]
 
     def cut(self, sizes: Sequence[ParamSize], group: GradGroup, *, expert: bool) -> list[Bucket]:
         """Return the buckets of parameters that ``group`` reduces; ``expert``: whether they are experts'."""
@@ -395,16 +405,11 @@ class GradSync:
                     self._call_reduced_hooks(self.buckets[self._next - 1])
 
     def _call_reduced_hooks(self, bucket: SyncedBucket) -> None:
-        """Call the hooks of a bucket whose reduction was just started, where a stream can wait for it."""
-        hooked = [key for key in map(id, bucket.params.values()) if self._reduced_hooks.get(key)]
-        if hooked and bucket.reduction.ends_aside:
-            device = bucket.memory.flat.device
-            if device not in self._asides:
-                self._asides[device] = new_stream(device)
-            with self._asides[device]:
-                bucket.reduction.end_aside()
-                for key in hooked:
-                    for hook in list(self._reduced_hooks[key].values()):
+        """Call the hooks of a bucket whose reduction was just started, on the stream that carries it out."""
+        if bucket.side is not None and self._reduced_hooks:
+            with bucket.side:
+                for key in map(id, bucket.params.values()):
+                    for hook in list(self._reduced_hooks.get(key, {}).values()):
                         hook(self._local_grads[key])
 
     def _next_is_complete(self) -> bool:

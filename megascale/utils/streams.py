@@ -4,7 +4,6 @@ A CPU has no streams: these functions then do nothing.
 """
 
 from collections.abc import Callable
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -75,36 +74,6 @@ class WriteOrder:
                 if writer != stream:
                     stream.wait_stream(writer)
             self._writers.clear()
-
-
-class Lent:
-    """Scratch that another stream reads than the one that it was made for, until the latter has waited for that.
-
-    References hold it, and not :func:`keep`, for which the allocator would not give it out again before the device has
-    caught up with the host. What is dropped earlier is kept for its reader.
-    """
-
-    def __init__(self) -> None:
-        self._lent: list[tuple[Tensor, torch.Stream]] = []
-        finalize(self, _keep_all, self._lent).atexit = False
-
-    def lend(self, tensor: Tensor) -> None:
-        """Hold ``tensor``, which the current stream reads."""
-        self._lent.append((tensor, current_stream(tensor.device)))
-
-    def take_back(self) -> None:
-        """Let it go. The current stream has waited for the reader."""
-        for tensor, _ in self._lent:
-            keep_for_current_stream(tensor)  # it may be the memory of a third one
-        self._lent.clear()
-
-    def __bool__(self) -> bool:
-        return bool(self._lent)
-
-
-def _keep_all(lent: list[tuple[Tensor, torch.Stream]]) -> None:
-    for tensor, stream in lent:
-        keep(tensor, stream)
 
 
 class Arrival:

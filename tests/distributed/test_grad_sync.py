@@ -107,8 +107,6 @@ def _sixteen_bit_reduction(reduction: str, sharded: bool) -> list[float]:
     sync = KINDS[sharded]([("w", param)], reduce_dtype=torch.float16, reduction=reduction)
     (param * 40000.0).sum().backward()
     sync.finish()
-    assert sync.buckets[0].memory.flat.dtype == torch.float32
-    assert sync.buckets[0].reduction.has_scratch is not sharded  # the thread sends one copy after the other
     kept = sync.buckets[0].reduction.kept
     return sorted(set(kept.tolist()))
 

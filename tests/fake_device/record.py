@@ -99,17 +99,25 @@ class Record(list[Call]):
         return [call.what for call in self if call.kind == "wait" and call.what.startswith("event")]
 
     def refused_in_capture(self) -> list[str]:
-        """Return what a GPU refuses, or does outside the graph, while it captures one."""
+        """Return what a GPU refuses, or does outside the graph, while it captures one.
+
+        Streams that wait for an event of a captured one are captured, too, until the capture ends.
+        """
         capture: Call | None = None
-        refused = []
+        refused, streams, events = list[str](), set[tuple[int, int]](), set[str]()
         for call in self:
-            capture = call if call.kind == "capture" else capture
+            if call.kind == "capture":
+                capture, streams, events = call, {call.stream}, set()
             if capture is None or not call.captured:
                 continue
+            if call.kind == "record" and call.stream in streams:
+                events.add(call.what)
+            if call.kind == "block" and call.what in events:
+                streams.add(call.stream)
             is_unsafe = call.kind in ("load", "wait", "pin") or call.makes_host_wait()
             if is_unsafe and (call.thread == capture.thread or capture.what == "global"):
                 refused.append(str(call))
-            elif call.kind in ("launch", "operator", "copy") and call.stream != capture.stream:
+            elif call.kind in ("launch", "operator", "copy") and call.stream not in streams:
                 refused.append(f"{call}, on {call.stream}, not {capture.stream}")
             elif call.kind == "copy" and call.what.endswith("pageable"):
                 refused.append(str(call))

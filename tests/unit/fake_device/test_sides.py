@@ -3,6 +3,8 @@
 On the simulated device a missing wait gives other bits, or memory that is written when it is free.
 """
 
+import gc
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,11 +15,13 @@ from torch import Tensor, nn
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.grad_sync import GradSync
+from megascale.grad_sync.sharded_sync import ShardedGradSync
 from megascale.utils import streams
-from megascale.utils.streams import Arrival, Lent, WriteOrder, current_stream
+from megascale.utils.streams import Arrival, WriteOrder, current_stream
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.orders import RUNS
 from tests.fake_device.process import OnDevice
+from tests.meshes import hybrid_groups
 
 LAYERS = 6
 """Of 8 elements each; two are a bucket."""
@@ -27,11 +31,11 @@ def _live(options: dict[str, Any], by_layer: bool) -> list[float]:
     """Train three steps of two micro-batches. Returns weights, losses, and gradients that hooks have read.
 
     Args:
-        options: "sharded": of a DistributedOptimizer, else of a GradSync; "hooked": with reduced hooks.
+        options: "sharded": of a DistributedOptimizer, else of a GradSync; "dropped": that, while it reduces.
         by_layer: layers have streams of their own, else micro-batches have.
     """
     options = dict(options)
-    is_sharded, is_hooked = options.pop("sharded", False), options.pop("hooked", False)
+    is_sharded, is_dropped = options.pop("sharded", False), options.pop("dropped", False)
     layers = nn.ModuleList(nn.Linear(4, 2, bias=False) for _ in range(LAYERS)).bfloat16().cuda()
     sides, main = [torch.Stream("cuda") for _ in range(3)], torch.accelerator.current_stream()
     with torch.no_grad():
@@ -46,7 +50,7 @@ def _live(options: dict[str, Any], by_layer: bool) -> list[float]:
     else:
         sync = GradSync(layers.named_parameters(), bucket_numel=16, **options)
         optimizer, no_sync = MixedPrecisionOptimizer(inner, config, grad_sync=sync), sync.no_sync
-        for param in layers.parameters() if is_hooked else ():
+        for param in layers.parameters():
             sync.register_reduced_hook(param, lambda grad: seen.append(grad.clone()))
     data = torch.ones(1, 4, dtype=torch.bfloat16, device="cuda") * (1 + dist.get_rank())
     for _ in range(3):
@@ -71,6 +75,12 @@ def _live(options: dict[str, Any], by_layer: bool) -> list[float]:
             with side:
                 torch.zeros(1, device="cuda")
         optimizer.step()
+    if is_dropped:
+        sync.zero_()
+        torch.stack([layer(data).float().sum() for layer in layers]).sum().backward()
+        del optimizer, sync, no_sync, inner
+        gc.collect()
+        torch.empty(1, device="cuda")
     torch.accelerator.synchronize()
     return torch.cat([value.detach().float().flatten() for value in (*layers.parameters(), *seen)]).tolist()
 
@@ -89,14 +99,9 @@ LIVES: dict[str, tuple[dict[str, Any], bool, tuple[Any, str, Any]]] = {
     "a write waits for the one before": ({}, False, (WriteOrder, "write", _waits_for_nobody)),
     "a use waits for all writers": ({}, True, (WriteOrder, "join", lambda order: order._writers.clear())),
     "memory is kept for its streams": (
-        {"reduce_dtype": torch.bfloat16},
+        {"dropped": True},
         True,
         (streams, "keep", lambda tensor, stream: None),
-    ),
-    "scratch is held for its reader": (
-        {"hooked": True, "reduce_dtype": torch.bfloat16},
-        True,
-        (Lent, "lend", lambda lent, tensor: None),
     ),
     "every stream waits for a gather": (
         {"sharded": True, "overlap_param_gather": True},
@@ -132,3 +137,26 @@ def test_each_order_is_needed(on_device: OnDevice, name: str) -> None:
     every = on_device.ranks(2, _noticed, name)
     assert all("whole" not in wrong for wrong in every)
     assert any(every)
+
+
+def _waits_in_backward(device: FakeDevice) -> tuple[Counter[str], set[int]]:
+    """Return which lines of reductions wait for messages, and on which streams."""
+    layers = nn.ModuleList(nn.Linear(4, 2, bias=False) for _ in range(LAYERS)).bfloat16().cuda()
+    options: dict[str, Any] = {"reduce_dtype": torch.bfloat16, "groups": hybrid_groups(), "bucket_numel": 16}
+    sync = ShardedGradSync(layers.named_parameters(), **options)
+    data = torch.ones(1, 4, dtype=torch.bfloat16, device="cuda")
+    with device.watch() as seen:
+        torch.stack([layer(data).sum() for layer in layers]).sum().backward()
+    sync.finish()
+    waits = [call for call in seen if call.kind == "block" and call.line().startswith("grad_sync.reduction")]
+    return Counter(call.line().split()[-1] for call in waits), {call.stream[1] for call in waits}
+
+
+def test_backward_waits_for_no_reduction(on_device: OnDevice) -> None:
+    """A stream of reductions waits: for a sum in 16 bits, whose copy is added back, and then, still in backward, for
+    that over the copies of the shard on other nodes.
+    """
+    for waits, on in on_device.ranks(4, _waits_in_backward):
+        assert waits == {"wait": LAYERS // 2, "wait_for_replicas": LAYERS // 2}
+        assert len(on) == 1
+        assert 0 not in on

@@ -39,8 +39,8 @@ WAITS: dict[str, tuple[str, int, Setup, tuple[str, ...]]] = {
     ),
     "statistics of gradients": ("utils.collectives all_reduce_sum_", 2, _setup("elements", **OVERLAP), STEPS),
     "gathered params": ("utils.collectives wait", 2, _setup("elements", ahead=True), STEPS),
-    "reduced gradients": ("grad_sync.reduction end", 2, _setup("synced"), STEPS),
-    "reduced shards": ("grad_sync.reduction end", 2, _setup("parameters"), STEPS),
+    "reduced gradients": ("grad_sync.reduction wait", 2, _setup("synced"), STEPS),
+    "reduced shards": ("grad_sync.reduction wait", 2, _setup("parameters"), STEPS),
     "shards of two copies": ("grad_sync.reduction wait_for_replicas", 4, _setup("hybrid"), STEPS),
 }
 """What is waited for; the function that waits, the number of ranks, and a life that goes wrong without."""
