@@ -292,7 +292,7 @@ class DynamicGradScaler(MegatronGradScaler):
             found = torch.full((1,), found_inf, dtype=torch.float32, device=self.device)
         else:
             flag = found_inf if found_inf.dtype == torch.float32 else (found_inf != 0).float()
-            found = to_device_async(flag, self.device)
+            found = to_device_async(flag, self.live_scale.device)
         self.backend.rescale_(found, self.live_scale, self._growth_tracker, self._hysteresis_tracker, rule)
 
     def state_dict(self) -> dict[str, Any]:

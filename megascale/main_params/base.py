@@ -4,7 +4,7 @@ Here every rank keeps all of them. :mod:`megascale.main_params.sharded` lets eac
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from megascale.utils.autograd import detached
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import distribute_like, is_dtensor, to_local
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.identity import are_same
 
 # An attrgetter, as map() then runs in C: at every step, over every parameter without a main param.
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -112,7 +111,7 @@ class MainParams:
             return False
         for group, known in zip(param_groups, self._known, strict=True):
             params = group["params"]
-            if type(params) is not list or not are_same(params, known):
+            if type(params) is not list or len(params) != len(known) or not all(map(is_, params, known)):
                 return False
         return self._tracker.requires_grad == self._trained and not any(map(_REQUIRES_GRAD, self._frozen))
 

@@ -177,7 +177,7 @@ class ReadyGrads:
         fit = not listed.specs or _place(listed.models, grads, listed.specs)
         if self._grad_sync is not None:
             grads = [grad if main is None else main for grad, main in zip(grads, listed.mains, strict=True)]
-        parts = filled = all_held(grads)
+        parts = filled = all_held(grads) if listed.specs else grads  # what is odd beside plain ones is read one by one
         if type(None) in set(map(type, parts)):  # the parameter stands in: a gradient usually has its form
             pairs = zip(parts, listed.params, strict=True)
             filled = [param.part if part is None else part for part, param in pairs]

@@ -121,10 +121,6 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         self._torch = TorchBackend()
         self._measured = _Lengths(np.empty(0, dtype=np.int64))
 
-    def num_threads(self) -> int:
-        """Return how many threads share a pass."""
-        return torch.get_num_threads() if self._num_threads is None else self._num_threads
-
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within 1,024 elements, fp64 across them."""
         looked = TensorList.of(grads)
@@ -137,14 +133,14 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             self._measured = _Lengths(numels)
         lengths = self._measured
         partial = torch.empty(lengths.num_chunks, 3, dtype=torch.float64, device="cpu")
-        out = torch.empty(3, len(grads), dtype=torch.float64, device="cpu")
+        out = torch.empty(3, len(numels), dtype=torch.float64, device="cpu")
         self._library.measure(
             ctypes.byref(lengths),
             ctypes.byref(_Grads(looked)),
             count_zeros,
             partial.data_ptr(),
             out.data_ptr(),
-            self.num_threads(),
+            self._num_threads or torch.get_num_threads(),
         )
         return TensorStats(out[0], out[1], out[2] if count_zeros else None)
 
@@ -237,7 +233,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             table.rows.ctypes.data,
             overflowed is not None,
             None if overflowed is None else overflowed.data_ptr(),
-            self.num_threads(),
+            self._num_threads or torch.get_num_threads(),
         )
 
     def _update(self, operands: Operands, names: list[str], call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
@@ -266,7 +262,7 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             None if decision is None else decision.found_inf.data_ptr(),
             None if decision is None else decision.coefficient.data_ptr(),
             overflowed.data_ptr(),
-            self.num_threads(),
+            self._num_threads or torch.get_num_threads(),
         )
         return overflowed
 
