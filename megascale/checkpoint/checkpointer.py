@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from megascale.checkpoint.files import write_file
 from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree
-from megascale.checkpoint.pieces import HostMemory, Place, pieces_of
+from megascale.checkpoint.pieces import HostMemory, Place, on_host, pieces_of
 from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
@@ -119,13 +119,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             folder = self._begin(step)
             with self._removed_on_error(folder):
                 if not self.async_save:
-                    return self._finish(pieces, manifest, folder)
+                    return self._finish(pieces, map(on_host, pieces.values()), manifest, folder)
                 with raise_on_all_ranks("copy the checkpoint to host memory", self._group):
-                    copies = dict(zip(pieces, self._memory.copied([*pieces.values()]), strict=True))
+                    copies = self._memory.copied([*pieces.values()])
 
         def finish() -> None:
             with named("save the checkpoint in the background"), self._removed_on_error(folder):
-                self._finish(copies, manifest, folder)
+                self._finish(pieces, copies, manifest, folder)
 
         self._background.start(finish)
         return folders.path_of(self.directory, step)
@@ -227,14 +227,16 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 )
         return folder
 
-    def _finish(self, pieces: Mapping[Place, Tensor], manifest: Manifest, folder: Path) -> Path:
+    def _finish(
+        self, pieces: Mapping[Place, Tensor], data: Iterable[memoryview], manifest: Manifest, folder: Path
+    ) -> Path:
         """Write this rank's file; once every rank has, write the manifest and give the folder its final name."""
         group = self._group
         is_first = group_rank(group) == 0
         path = folder / f"rank_{group_rank(group):05d}.safetensors"
         shown = self.progress and not self.async_save and is_first
         with progress_bar("saving", sum(tensor.nbytes for tensor in pieces.values()), wanted=shown):
-            files = gathered(f"write {folder}", lambda: write_file(path, pieces), group)
+            files = gathered(f"write {folder}", lambda: write_file(path, pieces, data), group)
         with raise_on_all_ranks(f"complete {folder}", group):
             if is_first:
                 replace(manifest, files=dict(ChainMap(*files))).write(folder)

@@ -10,7 +10,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -35,11 +35,10 @@ SAFETENSORS = {
 """Dtypes by their names in the format. A tensor of another dtype is bytes there; the manifest has its dtype."""
 
 
-def write_file(path: Path, pieces: Mapping[Place, Tensor]) -> dict[str, DataFile]:
+def write_file(path: Path, pieces: Mapping[Place, Tensor], data: Iterable[memoryview]) -> dict[str, DataFile]:
     """Write the pieces of this rank, and wait until they are on disk. Returns what the manifest says of the file.
 
-    A rank that has none writes no file. Beside the tensors it needs memory for one of them: where it lies on a device,
-    or is not row-major.
+    A rank that has none writes no file. ``data``: the bytes of each piece, row-major, asked for one after the other.
     """
     if not pieces:
         return {}
@@ -73,8 +72,8 @@ def write_file(path: Path, pieces: Mapping[Place, Tensor]) -> dict[str, DataFile
                     size, block = size + count, block[count:]
 
         put(head)
-        for tensor in pieces.values():
-            put(bytes_of(tensor.cpu().resolve_conj().resolve_neg().contiguous()))
+        for of_piece in data:
+            put(of_piece)
         os.fsync(stream.fileno())
     return {path.name: DataFile(size, crc, [(*piece[:3], len(head) + piece[3]) for piece in written])}
 

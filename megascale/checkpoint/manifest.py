@@ -27,7 +27,7 @@ from megascale.checkpoint.nest import Tree, leaves
 from megascale.errors import CheckpointError
 from megascale.utils.progress import advance, progress_bar
 
-FORMAT = 2
+FORMAT = 3
 BLOCK_BYTES = 1 << 22
 """Bytes that are read, or checksummed, at a time: they are still in the processor's cache."""
 

@@ -4,7 +4,8 @@ The tree goes into the manifest, the tensors into the data files. Nothing is pic
 """
 
 import base64
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -15,10 +16,19 @@ from megascale.utils.autograd import detached
 from megascale.utils.portable import PRIMITIVES, plain
 
 Tree: TypeAlias = Any
-"""JSON: a primitive stands for itself, everything else is an object of one key, such as dict, list, bytes or tensor.
+"""JSON: a primitive stands for itself, a tensor is the array of its key, dtype and shape, and everything else an object
+of one key, such as dict, list or bytes.
 
 JSON's arrays are tuples here until they are read from a file: Python's garbage collector stops to visit those.
 """
+
+
+@dataclass(frozen=True)
+class Form:
+    """Stands for a tensor of a checkpoint where a tree is changed before any tensor is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def flatten(nest: Any, name: str) -> tuple[Tree, dict[str, Tensor]]:
@@ -38,15 +48,15 @@ def flatten(nest: Any, name: str) -> tuple[Tree, dict[str, Tensor]]:
     return _encode(nest, name, tensors), tensors
 
 
-def unflatten(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+def unflatten(tree: Tree, tensors: Mapping[str, Tensor | Form]) -> Any:
     """Return the nest of a tree and the tensors of its keys."""
-    return _decode(tree, lambda leaf: tensors[leaf["key"]])
+    return _decode(tree, lambda key, dtype, shape: tensors[key])
 
 
 def leaves(tree: Tree) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
     """Yield key, shape and dtype of every tensor of a tree."""
     found: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-    _decode(tree, lambda leaf: found.append((leaf["key"], tuple(leaf["shape"]), _dtype(leaf["dtype"]))))
+    _decode(tree, lambda key, dtype, shape: found.append((key, tuple(shape), _dtype(dtype))))
     return iter(found)
 
 
@@ -65,15 +75,18 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Tree:
                 "convert it to a dense tensor of a plain dtype, with values"
             )
         tensors[path] = detached(value)
-        return {"tensor": {"key": path, "shape": tuple(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}}
+    if isinstance(value, (Tensor, Form)):
+        return path, str(value.dtype).removeprefix("torch."), tuple(value.shape)
     if isinstance(value, Mapping):
-        items = [(plain(key), item) for key, item in value.items()]
-        for key, _ in items:
-            if not isinstance(key, PRIMITIVES):
+        pairs = []
+        for key, item in value.items():
+            name = plain(key)
+            if not isinstance(name, PRIMITIVES):
                 raise ArgumentTypeError(
                     f"{path} has the key {key!r} of type {type(key).__name__}; keys are str, int, float, bool or None"
                 )
-        return {"dict": tuple([(key, _encode(item, join(path, key), tensors)) for key, item in items])}
+            pairs.append((name, _encode(item, join(path, name), tensors)))
+        return {"dict": tuple(pairs)}
     if isinstance(value, (list, tuple)):
         nodes = [_encode(item, join(path, place), tensors) for place, item in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": tuple(nodes)}
@@ -93,13 +106,13 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Tree:
     )
 
 
-def _decode(tree: Tree, tensor_of: Callable[[dict[str, Any]], Any]) -> Any:
+def _decode(tree: Tree, tensor_of: Callable[[str, str, Sequence[int]], Any]) -> Any:
     if isinstance(tree, PRIMITIVES):
         return tree
+    if isinstance(tree, (tuple, list)):
+        return tensor_of(*tree)
     [(kind, content)] = tree.items()
     match kind:
-        case "tensor":
-            return tensor_of(content)
         case "dict":
             return {key: _decode(item, tensor_of) for key, item in content}
         case "list":

@@ -109,18 +109,17 @@ class LiveState:
         mains: dict[str, Tensor] = {}
         for param in self._params():
             name, main = names[id(param)], self.main_params.get(param)
-            where = f"state[{name!r}]"
             state = dict(self.state.get(param, {}))
             if main is not None:
                 # Tensors are left to main params, which know this rank's pieces of them.
-                others = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-                state |= portable(others, where, copy=copy)
+                if others := {key: value for key, value in state.items() if not isinstance(value, Tensor)}:
+                    state |= portable(others, f"state[{name!r}]", copy=copy)
                 if main.is_copy:
                     held = main.value() if decode else main.memory
                     mains[name] = self.main_params.export(main, {"": held}, copy=copy)[""]
                 states[name] = self.main_params.export_state(main, state, copy=copy)
             else:
-                states[name] = portable(state, where, copy=copy)
+                states[name] = portable(state, f"state[{name!r}]", copy=copy)
         return StateDict(
             optimizer={"state": states} | self._pack_options(names, copy=copy),
             main_params=mains,

@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megascale.checkpoint import Checkpointer, save
 from megascale.checkpoint import checkpointer as module
 from megascale.checkpoint.files import write_file
+from megascale.checkpoint.pieces import HostMemory, on_host
 from megascale.errors import CheckpointError
 from tests.checkpoint_cases import build, train
+
+HELD = (torch.float32, torch.float16, torch.complex64)
+SIZES = (0, 2, 6, 1000, 9000)
 
 
 def test_steps_before_the_write_change_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +50,25 @@ def test_steps_before_the_write_change_nothing_of_it(tmp_path: Path, monkeypatch
             for name in ("late", "at once")
         )
         assert late_files == files
+
+
+@given(data=st.data())
+def test_copies_are_of_all_bytes(data: st.DataObject) -> None:
+    """Whatever shares a storage, side by side, far apart or over each other, in any order of rows, in any dtype; at a
+    second time too, in the memory of the first; and what happens to the tensors later changes nothing.
+    """
+    memory = HostMemory()
+    for _ in range(2):
+        storage = torch.randn(20000).to(data.draw(st.sampled_from(HELD)))
+        live = [torch.ones(3)]
+        for start, size in data.draw(st.lists(st.tuples(st.integers(0, 9000), st.sampled_from(SIZES)), max_size=8)):
+            part = storage[start : start + size]
+            forms = part, part.reshape(2, -1), part.reshape(2, -1).T, part[::2], part[:, None], part.conj()
+            live.append(data.draw(st.sampled_from(forms)))
+        expected = [on_host(tensor).tobytes() for tensor in live]
+        copies = memory.copied(live)
+        storage.zero_()
+        assert [copy.tobytes() for copy in copies] == expected
 
 
 def test_latest_and_load_wait(tmp_path: Path) -> None:

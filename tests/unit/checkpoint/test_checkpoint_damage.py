@@ -44,9 +44,9 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("manifest of zeros", lambda f: (f / MANIFEST).write_bytes(bytes(50)), r"megascale\.json is damaged"),
     ("manifest not text", lambda f: (f / MANIFEST).write_bytes(b"\xff" * 50), r"megascale\.json is damaged"),
     ("manifest a list", lambda f: (f / MANIFEST).write_text("[]"), r"megascale\.json is damaged"),
-    ("manifest without body", lambda f: (f / MANIFEST).write_text('{"format": 2}'), r"megascale\.json is damaged"),
+    ("manifest without body", lambda f: (f / MANIFEST).write_text('{"format": 3}'), r"megascale\.json is damaged"),
     ("manifest edited", lambda f: _edit(f / MANIFEST, "body", "{}"), "its checksum does not fit"),
-    ("another format", lambda f: _edit(f / MANIFEST, "format", 99), "has format 99; this version of megascale reads 2"),
+    ("another format", lambda f: _edit(f / MANIFEST, "format", 99), "has format 99; this version of megascale reads 3"),
 ]
 
 

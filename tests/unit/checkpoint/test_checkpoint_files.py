@@ -115,8 +115,8 @@ def _pieces(*boxes: tuple[list[Any], list[int]]) -> Callable[[dict[str, Any]], o
     return change
 
 
-def _leaf(key: str, value: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda body: dict(body["trees"]["model"]["dict"])["0.weight"]["tensor"].update({key: value})
+def _leaf(at: int, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda body: dict(body["trees"]["model"]["dict"])["0.weight"].__setitem__(at, value)
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -140,10 +140,10 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a fraction": _pieces(([0.5, 0], [6, 4])),
     "pieces that are none": lambda body: body["files"][DATA].update(pieces=3),
     "no size": lambda body: body["files"][DATA].pop("size"),
-    "another shape": _leaf("shape", [6, 5]),
-    "a huge shape": _leaf("shape", [10**12, 10**12]),
-    "an unknown dtype": _leaf("dtype", "float9"),
-    "no dtype": _leaf("dtype", "Tensor"),
+    "another shape": _leaf(2, [6, 5]),
+    "a huge shape": _leaf(2, [10**12, 10**12]),
+    "an unknown dtype": _leaf(1, "float9"),
+    "no dtype": _leaf(1, "Tensor"),
     "an unknown kind": lambda body: body["trees"].update(user={"set": []}),
     "two kinds": lambda body: body["trees"].update(user={"list": [], "tuple": []}),
     "nested deeply": lambda body: body["trees"].update(user=json.loads('{"list":[' * 400 + "1" + "]}" * 400)),
@@ -170,7 +170,7 @@ def test_a_manifest_that_does_not_fit(tmp_path: Path, change: Callable[[dict[str
 @pytest.mark.parametrize("key", ["9" * 5000, "{" * 5000, "\\ud800", "1e999"])
 def test_json_that_python_refuses(folder: Path, tmp_path: Path, key: str) -> None:
     """A number of 5,000 digits, braces without end, half of a letter: a named error."""
-    (tmp_path / MANIFEST).write_text(f'{{"format": 2, "crc32": {key}, "body": "{{}}"}}')
+    (tmp_path / MANIFEST).write_text(f'{{"format": 3, "crc32": {key}, "body": "{{}}"}}')
     with pytest.raises(CheckpointError, match=r"megascale\.json is damaged"):
         Manifest.read(tmp_path)
 

@@ -3,13 +3,11 @@
 import json
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.checkpoint.nest import flatten, leaves, unflatten
-from megascale.errors import ArgumentError
 from tests.checkpoint_cases import differences
 
 KEYS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("ab/#%0", max_size=4)
@@ -38,10 +36,3 @@ def test_round_trip(nest: Any) -> None:
     through_json = json.loads(json.dumps(tree))
     assert [key for key, _, _ in leaves(through_json)] == list(tensors)
     assert differences(unflatten(through_json, tensors), nest) == []
-
-
-def test_tensor_without_data_is_found() -> None:
-    """On the meta device or sparse, it cannot be saved."""
-    for lost in (torch.empty(2, device="meta"), torch.zeros(2).to_sparse()):
-        with pytest.raises(ArgumentError, match="user/#0 is a tensor that a checkpoint cannot hold"):
-            flatten([lost], "user")

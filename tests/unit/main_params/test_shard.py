@@ -18,7 +18,7 @@ from megascale.checkpoint.directory import MANIFEST_NAME
 from megascale.checkpoint.files import PlannedRead, write_file
 from megascale.checkpoint.manifest import DataFile, Manifest
 from megascale.checkpoint.nest import flatten
-from megascale.checkpoint.pieces import pieces_of
+from megascale.checkpoint.pieces import on_host, pieces_of
 from megascale.errors import ArgumentError, CheckpointError, UsageError
 from megascale.main_params.shard import ParamShard, boxes_of
 
@@ -59,7 +59,8 @@ def _write(folder: Path, pieces: list[ParamShard]) -> Manifest:
     """Write ``pieces`` under the name "w" as so many ranks do, in this process."""
     files: dict[str, DataFile] = {}
     for rank, piece in enumerate(pieces):
-        files |= write_file(folder / f"rank_{rank}.safetensors", pieces_of({"w": piece}, rank))
+        mine = pieces_of({"w": piece}, rank)
+        files |= write_file(folder / f"rank_{rank}.safetensors", mine, map(on_host, mine.values()))
     tree, _ = flatten(pieces[0], "w")
     Manifest(1, len(pieces), {"w": tree}, [None] * len(pieces), files).write(folder)
     return Manifest.read(folder)
