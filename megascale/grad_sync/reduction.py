@@ -33,7 +33,7 @@ from megascale.utils.collectives import (
     is_message_passing,
     reduce_scatter_start,
 )
-from megascale.utils.streams import WriteOrder, keep_for_current_stream
+from megascale.utils.streams import WriteOrder, current_stream, keep
 
 CHUNK = 1 << 18
 """Elements that are summed and divided while they are in cache."""
@@ -215,7 +215,8 @@ class CollectiveReduction(BucketReduction):
             self._work.wait()
         if self._payload is not self.flat:
             self.kept.copy_(self.own_part(self._payload))
-            keep_for_current_stream(self._payload)
+            if self._order.is_needed:  # it may be the memory of another stream
+                keep(self._payload, current_stream(self._payload.device))
         divide_(self.kept, self.left_to_divide())
         self._work = self._payload = None
         if self.cuts:

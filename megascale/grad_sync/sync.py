@@ -28,13 +28,13 @@ from megascale.grad_sync.clipping_by_hand import refuse_while_there
 from megascale.grad_sync.construction import KIND, Construction, param_forms, ranks_by_field
 from megascale.grad_sync.grad_hook import GradHook, check_syncable, find_under_ddp
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, Bucket, ParamSize, build_buckets
-from megascale.grad_sync.owners import update_cost
+from megascale.grad_sync.owners import evened, update_cost
 from megascale.grad_sync.reduction import Divisor, ReduceThread, bucket_reduction
 from megascale.grad_sync.usable_grads import memory_error, under_ddp, why_not_taken
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
 from megascale.utils import validate
 from megascale.utils.autograd import without_grad
-from megascale.utils.collectives import group_size, runs_on_streams
+from megascale.utils.collectives import group_size, is_message_passing, runs_on_streams
 from megascale.utils.streams import new_stream
 from megascale.utils.transfer import is_capturing, to_device_async
 
@@ -352,6 +352,8 @@ class GradSync:
             for bucket in self.cut(sizes, group, expert=expert):
                 own = {placement.name: params[placement.name] for placement in bucket.placements}
                 first = next(iter(own.values()))
+                if not is_message_passing(group.shard, first.device):  # messages may have any sizes
+                    bucket = evened(bucket)
                 # In the asked dtype where that can hold gradients of these parameters.
                 fits = torch.promote_types(self._grad_dtype, first.dtype) == self._grad_dtype
                 dtype = self._grad_dtype if fits else first.dtype

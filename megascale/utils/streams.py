@@ -30,12 +30,6 @@ def keep(tensor: Tensor, stream: torch.Stream) -> None:
     tensor.record_stream(stream)
 
 
-def keep_for_current_stream(tensor: Tensor) -> None:
-    """See :func:`keep`. For scratch that another stream may have allocated."""
-    if has_streams(tensor.device):
-        keep(tensor, current_stream(tensor.device))
-
-
 class WriteOrder:
     """Orders the streams that write parts of one tensor, and the stream that then reads all of it.
 

@@ -6,6 +6,8 @@ test_life.py. NCCL itself shows on a GPU only.
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megascale import MixedPrecisionOptimizer
+from megascale import DistributedOptimizer, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.grad_sync.bucket import SyncedBucket
 from megascale.kernels import Statistic
+from megascale.utils import collectives
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, world_of_two
 from tests.fake_device.process import OnDevice
@@ -90,6 +93,42 @@ def test_an_optimizer_without_gradients_is_refused_one_step_late(on_device: OnDe
     waits, message = on_device(_trained_by_nobody)
     assert not waits
     assert "no parameter of the optimizer has a gradient" in message
+
+
+UNEVEN: list[tuple[list[int], list[str]]] = [
+    ([640, 600], ["_reduce_scatter", "_all_gather"]),
+    ([640, 640], ["_reduce_scatter", "_all_gather"]),
+    ([640, 64], ["reduce_scatter", "all_gather"]),
+]
+"""Elements of two parameters, each whole on a rank of its own, and the messages that reduce and gather them."""
+
+
+def _messages(device: FakeDevice) -> list[list[str]]:
+    found = []
+    for numels, _ in UNEVEN:
+        module, seen = nn.ParameterList(torch.ones(numel, device="cuda") for numel in numels), list[str]()
+        inner = torch.optim.SGD(module.parameters(), lr=0.1)
+        with pytest.MonkeyPatch.context() as patched:
+            for place, name in [(dist, "reduce_scatter"), (dist, "all_gather")] + [
+                (collectives, name) for name in ("_reduce_scatter", "_all_gather")
+            ]:
+                real = partial(_called, seen, name, getattr(place, name))
+                patched.setattr(place, name, real)
+            optimizer = DistributedOptimizer(inner, modules=module, shard="parameters")
+            torch.stack([param.sum() for param in module]).sum().backward()
+            optimizer.step()
+        found.append(seen)
+    return found
+
+
+def _called(seen: list[str], name: str, real: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    seen.append(name)
+    return real(*given, **options)
+
+
+def test_shards_of_whole_parameters_are_padded_where_that_is_little(on_device: OnDevice) -> None:
+    """NCCL makes a message of each rank of shards that are not equal."""
+    assert on_device.ranks(2, _messages) == [[messages for _, messages in UNEVEN]] * 2
 
 
 def _sharded_over_gloo(device: FakeDevice) -> None:

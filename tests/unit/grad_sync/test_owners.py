@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import ArgumentError
-from megascale.grad_sync.layout import ParamSize, build_buckets
-from megascale.grad_sync.owners import OwnerLoads, group_by_owner, update_cost
+from megascale.grad_sync.layout import ParamSize, Piece, build_buckets
+from megascale.grad_sync.owners import MOST_PADDED, OwnerLoads, evened, group_by_owner, update_cost
 
 Shape = tuple[int, ...]
 SHAPES = st.lists(st.lists(st.integers(0, 12), min_size=0, max_size=3).map(tuple), max_size=20)
@@ -32,10 +32,17 @@ def test_cost_is_a_function_of_the_shape(shape: Shape, cost: int) -> None:
     assert update_cost(shape) == cost
 
 
+def _sized(piece: Piece) -> tuple[str, int, int]:
+    return piece.name, piece.param_start, piece.stop - piece.start
+
+
 @settings(max_examples=25, deadline=None)
 @given(shapes=SHAPES, num_shards=st.integers(1, 7), bucket_numel=st.integers(1, 300), alignment=st.sampled_from([1, 8]))
 def test_no_parameter_crosses_a_border(shapes: list[Shape], num_shards: int, bucket_numel: int, alignment: int) -> None:
-    """Shards tile each bucket; each parameter lies whole in its owner's; a bucket keeps its parameters."""
+    """Shards tile each bucket; each parameter lies whole in its owner's; a bucket keeps its parameters.
+
+    Where shards become equal by little padding, the owners have the same pieces.
+    """
     sizes = _sizes(shapes)
     by_name = {size.name: size for size in sizes}
     loads = OwnerLoads(num_shards)
@@ -43,6 +50,12 @@ def test_no_parameter_crosses_a_border(shapes: list[Shape], num_shards: int, buc
     for even in build_buckets(sizes, num_shards, bucket_numel=bucket_numel, alignment=alignment):
         owners = loads.assign([[by_name[placement.name] for placement in even.placements]])
         bucket = group_by_owner(even, owners, num_shards, alignment=alignment)
+        padded, longest = evened(bucket), max(end - begin for begin, end in pairwise(bucket.borders))
+        assert padded.numel == (
+            longest * num_shards if longest * num_shards <= MOST_PADDED * bucket.numel else bucket.numel
+        )
+        for rank in range(num_shards):
+            assert [_sized(piece) for piece in padded.pieces(rank)] == [_sized(piece) for piece in bucket.pieces(rank)]
         assert {placement.name for placement in bucket.placements} == {placement.name for placement in even.placements}
         borders = list(pairwise(bucket.borders))
         assert (len(borders), bucket.borders[0]) == (num_shards, 0)
