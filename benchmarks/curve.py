@@ -248,7 +248,7 @@ def write(out: Path, lines: list[str], runs: list[Run]) -> None:
                 rows.writerow([run.way, run.seed, step, f"{loss:.6f}", "" if held is None else f"{held:.6f}"])
 
 
-STROKES = {"fp32": ("#9a9a9a", 7.0), "fp16": ("#1f83c4", 3.0), "compact": ("#d55e00", 1.2)}
+STROKES = {"fp32": ("#9a9a9a", 7.0), "fp16": ("#1f83c4", 3.0), "compact": ("#d55e00", 1.3)}
 LOSSES = (2.0, 2.5, 3.0, 3.5)
 """Lines across; losses above the last are left out: the first steps."""
 

@@ -241,7 +241,7 @@ def draw(rows: Sequence[dict[str, Any]], source: str) -> str:
     exponents = [math.log10(row["gap"]) for row in rows if row["rollout"] == "engine"]
     lowest, highest = math.floor(min(exponents)), math.ceil(max(exponents))
     panels = (
-        ("gap", "Mean gap of log-probabilities, by step", lowest, highest, range(lowest, highest + 1)),
+        ("gap", "Mean gap of log-probabilities, by step; a line per seed", lowest, highest, range(lowest, highest + 1)),
         ("reward", "Mean reward, by step", 0, 1, (0, 0.5, 1)),
     )
     for key, title, low, high, ticks in panels:
@@ -249,11 +249,16 @@ def draw(rows: Sequence[dict[str, Any]], source: str) -> str:
         top = y + 28
         for tick in ticks:
             level = top + HEIGHT * (high - tick) / (high - low)
-            shapes.append(f'<path d="M{MARGIN} {level:.1f}H{svg.WIDTH - 8}" stroke="{svg.TEXT}" stroke-width="0.5"/>')
+            shapes.append(f'<path d="M{MARGIN} {level:.1f}H{svg.WIDTH - 8}" {svg.GRID}/>')
             name = f"1e{tick}" if key == "gap" else f"{tick:g}"
             shapes.append(svg.text(MARGIN - 6, level + 4.5, name, anchor="end"))
         shapes += _curves(rows, key, top, HEIGHT, low, high)
         y = top + HEIGHT + 16
+    last = max(row["step"] for row in rows)
+    for fifth in range(6):
+        x = MARGIN + (svg.WIDTH - MARGIN - 8) * fifth / 5
+        shapes.append(svg.text(x, y, f"{last * fifth / 5:g}", anchor="middle", size=12))
+    y += 4
     return svg.picture("GRPO in fp32, bf16 and fp16: gap between rollout and trainer, and reward", shapes, y, source)
 
 

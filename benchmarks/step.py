@@ -174,7 +174,7 @@ NAMES = {
     "DeepSpeed FP16_Optimizer": "DeepSpeed FP16",
 }
 """Contenders as readers know them."""
-COLOURS = {True: "#1f83c4", False: "#9a9a9a"}
+COLOURS = {True: "#1f83c4", False: svg.TEXT}
 """Of bars, by whether they are megascale's."""
 SHARES = 1.15
 """The axis ends at this multiple of the largest median: one slow round does not shrink all bars."""
@@ -190,6 +190,7 @@ def draw(rounds: Path) -> str:
         for line in csv.DictReader(stream):
             times.setdefault(line["dtype"], {}).setdefault(line["contender"], []).append(float(line["ms"]))
     largest = SHARES * max(statistics.median(each) for found in times.values() for each in found.values())
+    device = "CPU" if "cpu" in rounds.stem else "GPU"
     shapes: list[str] = []
     end = 0.0
     for dtype, found in times.items():
@@ -203,12 +204,12 @@ def draw(rounds: Path) -> str:
             )
             for who, each in sorted(found.items(), key=lambda pair: statistics.median(pair[1]))
         ]
-        drawn, end = svg.panel(f"{dtype}: 50M parameters in 200 tensors", bars, end, largest)
+        drawn, end = svg.panel(f"{dtype} on a {device}: 50M parameters in 200 tensors", bars, end, largest)
         shapes += drawn
         end += 10
     shapes.append(svg.text(0, end + 8, "ms per step: median; line from the fastest to the slowest round", size=12))
     source = f"{rounds.name} {hashlib.sha256(rounds.read_bytes()).hexdigest()}"
-    return svg.picture("Milliseconds per step of each contender", shapes, end + 16, source)
+    return svg.picture(f"Milliseconds per step of each contender on a {device}", shapes, end + 16, source)
 
 
 # The command

@@ -12,6 +12,10 @@ WIDTH = 460
 TEXT = "#808080"
 """Grey letters, which white and black pages both show."""
 SIZE = 13
+THIN = 1.1
+"""Units of the thinnest line: a point, 4/3 of a pixel, where a page shows the picture 560 pixels wide."""
+GRID = f'stroke="{TEXT}" stroke-opacity="0.35" stroke-width="{THIN}"'
+"""Of lines across a plot."""
 BAR, ROW = 17, 27
 LABEL = 178
 """Units that bars' names have."""
@@ -51,13 +55,16 @@ def panel(title: str, bars: Sequence[Bar], top: float, largest: float) -> tuple[
         x = float(LABEL)
         for piece in bar.pieces:
             width = min(piece.length, largest) * scale
-            shapes.append(f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{BAR}" fill="{piece.colour}"/>')
+            # Pale below a line of its colour.
+            pale = ' fill-opacity="0.55"' if bar.span is not None else ""
+            place = f'x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{BAR}"'
+            shapes.append(f'<rect {place} fill="{piece.colour}"{pale}/>')
             x += width
         if bar.span is not None:
             low, high = (LABEL + min(end, largest) * scale for end in bar.span)
-            shapes.append(f'<path d="M{low:.1f} {middle:g}H{high:.1f}" stroke="{TEXT}" stroke-width="1.5"/>')
+            shapes.append(f'<path d="M{low:.1f} {middle:g}H{high:.1f}" stroke="{piece.colour}" stroke-width="2"/>')
             if bar.span[1] > largest:
-                shapes.append(f'<path d="M{high:.1f} {middle - 4:g}l6 4l-6 4z" fill="{TEXT}"/>')
+                shapes.append(f'<path d="M{high:.1f} {middle - 4:g}l6 4l-6 4z" fill="{piece.colour}"/>')
             x = max(x, high + (6 if bar.span[1] > largest else 0))
         shapes.append(text(x + 5, middle + 4.5, bar.value, bold=bar.bold))
     return shapes, top + ROW + len(bars) * ROW
@@ -112,7 +119,7 @@ def bands(
 
     shapes = []
     for level in axes.levels:
-        line = f'<path d="M{LEFT} {y(level):.1f}H{x(last):.1f}" stroke="{TEXT}" stroke-opacity="0.3"/>'
+        line = f'<path d="M{LEFT} {y(level):.1f}H{x(last):.1f}" {GRID}/>'
         shapes += [line, text(LEFT - 6, y(level) + 4.5, f"{level:g}", anchor="end", size=12)]
     for step in range(0, last + 1, axes.every):
         shapes.append(text(x(step), TOP + HEIGHT + 18, f"{step}", anchor="middle", size=12))
@@ -122,7 +129,7 @@ def bands(
         lower = [f"{x(step):.1f} {y(min(values)):.1f}" for step, values in reversed(shown.items())]
         middle = [f"{x(step):.1f} {y(mean(values)):.1f}" for step, values in shown.items()]
         colour, width = strokes[name]
-        shapes.append(f'<path d="M{"L".join(upper + lower)}Z" fill="{colour}" fill-opacity="0.3"/>')
+        shapes.append(f'<path d="M{"L".join(upper + lower)}Z" fill="{colour}" fill-opacity="0.2"/>')
         shapes.append(f'<path d="M{"L".join(middle)}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>')
     return shapes
 

@@ -9,6 +9,7 @@ Every run is the command that its row shows, in a process of its own. Further ar
 """
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ LINES = {
     "fp32": ("fp32", GREY, 3.0),
     "no_scaling": ("fp16 without scaling", "#D55E00", 1.5),
     "dynamic_scaling_65536": ("fp16 with megascale", "#1F83C4", 1.5),
-    "dynamic_scaling_4294967296": ("from 2³²", "#2A9D74", 1.2),
+    "dynamic_scaling_4294967296": ("the same from 2^32", "#2A9D74", 1.2),
 }
 """Name, colour and width of each run of the picture. Those behind come first."""
 Outcome = dict[str, Any]
@@ -68,8 +69,14 @@ def table(outcomes: Sequence[Outcome]) -> str:
         f"{one['skipped']} | {one['skipped_first']} | {one['scale']:.4g} | {one['seconds']:.0f} |"
         for one in sorted(outcomes, key=lambda one: [*RUNS].index(one["run"]))
     ]
-    heads = "| run | seed | held-out accuracy | zero gradients | skipped | at the start | last scale | seconds |"
-    return "\n".join([heads, "|---|---|---|---|---|---|---|---|", *rows, ""])
+    return "\n".join(
+        [
+            "| run | seed | held-out accuracy | zero gradients | skipped | at the start | last scale | seconds |",
+            "|---|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def program(arguments: Sequence[str] | None = None) -> int:
@@ -93,8 +100,7 @@ def main(arguments: list[str]) -> int:
         for run in RUNS:
             line = command(run, seed, folder, extra)
             print("+ python " + " ".join(line), flush=True)
-            status = subprocess.run([sys.executable, *line]).returncode
-            if status:
+            if status := subprocess.run([sys.executable, *line]).returncode:
                 raise RunError(f"the run {run} with seed {seed} ended with status {status}; its output says why")
             outcomes.append(outcome(run, seed, folder))
             (folder / "results.md").write_text(table(outcomes), encoding="utf-8")
@@ -109,15 +115,25 @@ def draw(seeds: Sequence[int], folder: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "megascale", "axes.edgecolor": GREY, "grid.alpha": 0.3}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.titlelocation": "left"}
+    style: Any = {
+        **{"svg.fonttype": "none", "svg.hashsalt": "megascale", "axes.edgecolor": GREY, "grid.alpha": 0.3},
+        **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.titlelocation": "left"},
+    }
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), GREY)
+    style |= dict.fromkeys(
+        # Points: no line is thinner.
+        ("axes.linewidth", "grid.linewidth", "xtick.major.width", "ytick.major.width", "ytick.minor.width"),
+        1.0,
+    )
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(5.2, 5.0), layout="constrained")
         loss, scale = figure.subplots(2, 1, sharex=True)
-        for axes, title, base in ((loss, "loss", 10), (scale, "loss scale", 2)):
+        # matplotlib's own numbers have exponents that are too small to read.
+        forms = ((loss, "loss", 10, "{x:g}"), (scale, "loss scale", 2, lambda value, _: f"2^{math.log2(value):g}"))
+        for axes, title, base, form in forms:
             axes.set_title(title)
             axes.set_yscale("log", base=base)
+            axes.yaxis.set_major_formatter(form)
         for run, (name, colour, width) in LINES.items():
             for index, seed in enumerate(seeds):
                 found = columns(run, seed, folder)

@@ -4,6 +4,8 @@ import ast
 import importlib
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -120,3 +122,22 @@ def test_troubleshooting_explains_what_the_library_says() -> None:
     gone = [text for text in explained if not any(text in one for one in said)]
     assert gone == [], "docs/troubleshooting.md explains what the library does not say"
     assert "## UsageError" in messages.page(ROOT / "megascale")
+
+
+@pytest.mark.slow
+def test_the_search_works_where_pages_open_from_a_folder(tmp_path: Path) -> None:
+    """A browser lets a page of file:// neither start a worker nor fetch an index: the search was dead."""
+    yaml, browser = pytest.importorskip("yaml"), shutil.which("chromium") or shutil.which("google-chrome")
+    pytest.importorskip("material")
+    if browser is None:
+        pytest.skip("needs chromium")
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text()) | {"hooks": []}
+    del config["nav"]
+    config["plugins"].remove(next(plugin for plugin in config["plugins"] if "mkdocstrings" in plugin))
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config))
+    shutil.copytree(DOCS / "assets", tmp_path / "docs" / "assets")
+    (tmp_path / "docs" / "index.md").write_text("# A page\n\nOf remainders.\n")
+    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--quiet"], cwd=tmp_path, check=True)
+    asked = f"file://{tmp_path}/site/index.html?q=remainders"
+    shown = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom", asked]
+    assert ">1 matching document<" in subprocess.run(shown, capture_output=True, text=True, check=True).stdout
