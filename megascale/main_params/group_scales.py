@@ -71,7 +71,10 @@ def decoded_where_cut(state: Mapping[str, Any], tensor: Tensor) -> dict[str, Any
         return dict(state)
     if len(names) < len(MOMENT_CODES):
         return dict(state)  # refused later: a quotient means nothing without the other moment
-    whole = {key: full_tensor(state[key].detach()) for key in (*names, *filter(is_scale, state))}
+    # A checkpoint's scales come on the host.
+    whole = {
+        key: full_tensor(state[key].detach()).to(to_local(tensor).device) for key in (*names, *filter(is_scale, state))
+    }
     return {key: value for key, value in state.items() if not is_scale(key)} | decode_moments(whole)
 
 

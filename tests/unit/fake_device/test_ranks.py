@@ -15,12 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.grad_sync.bucket import SyncedBucket
 from megascale.kernels import Statistic
+from megascale.main_params.group_scales import decoded_where_cut
 from megascale.utils import collectives
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.models import BUILD, CONFIG, adamw, loss_of, model, world_of_two
@@ -181,9 +185,6 @@ def test_threads_of_backward_start_each_bucket_once(on_device: OnDevice) -> None
 
 
 def _fully_sharded(device: FakeDevice) -> list[Record]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     world_of_two()
     module = model()
     fully_shard(module, mesh=init_device_mesh("cuda", (2,)))
@@ -205,6 +206,18 @@ def test_fsdp2(on_device: OnDevice) -> None:
     records = on_device(_fully_sharded)
     assert [seen.syncs() for seen in records] == [[]] * 4
     assert set(records[-1].launches()) == UPDATE
+
+
+def _codes_of_a_cut_weight(device: FakeDevice) -> str:
+    mesh = init_device_mesh("cuda", (2,))
+    weight = distribute_tensor(torch.zeros(6, 8, device="cuda"), mesh, [Shard(0)])  # 24 elements each: 32 have a scale
+    codes = {"exp_avg": weight.to(torch.int8), "exp_avg_sq": weight.to(torch.uint8)}
+    return str(decoded_where_cut(codes | {f"{name}_scale": torch.ones(2) for name in codes}, weight)["exp_avg"].device)
+
+
+def test_codes_of_a_checkpoint_are_decoded_where_fsdp2_cuts_their_groups(on_device: OnDevice) -> None:
+    """Codes come on the device of their weight and scales on the host: a load failed, as it mixed them."""
+    assert on_device.ranks(2, _codes_of_a_cut_weight) == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.slow
