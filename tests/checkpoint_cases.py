@@ -72,7 +72,7 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 
 def bits_of(tensor: Tensor) -> bytes:
     """The bytes of a tensor's elements, row-major."""
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def reloaded(value: Any) -> Any:

@@ -46,16 +46,26 @@ _BEFORE = {
 class Given(distributed_c10d.Work):
     """A collective whose results are written on a stream. It keeps tensors until it was waited for, as NCCL's do."""
 
-    def __init__(self, event: torch.Event | None = None, tensors: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, event: torch.Event | None = None, outputs: Sequence[Tensor] = (), inputs: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__()
         self._event = event
-        self._tensors = tensors
+        self._tensors = list(outputs), list(inputs)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the tensors, as DDP's reducer takes it: who waits for it lets a stream wait."""
+        outputs = self._tensors[0]
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=[one.device for one in outputs[:1]])
+        self.wait()
+        future.set_result(outputs)
+        return future
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Let the current stream, of the device of the tensors, wait for the results."""
         if self._event is not None:
             torch.accelerator.current_stream(self._event.device).wait_event(self._event)
-        self._tensors = ()
+        self._tensors = [], []
         return True
 
     def is_completed(self) -> bool:
@@ -71,6 +81,7 @@ class StreamGroup(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
+        self.options = options
         self._name: str = options.group_name
         self._ranks = list(options.global_ranks_in_group) or list(range(size))
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, options._timeout)
@@ -84,6 +95,13 @@ class StreamGroup(dist.ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: calls are counted from the first on."""
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
@@ -107,7 +125,7 @@ class StreamGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Given:
         """Wait for all ranks."""
         self._exchange("barrier", [], [])
-        return Given(None, ())
+        return Given()
 
     def allgather(  # type: ignore[override]  # one of torch's two ways to call it
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -150,6 +168,14 @@ class StreamGroup(dist.ProcessGroup):
         rows = mine.split(sent or mine.shape[0] // self.size())
         every = self._exchange("all_to_all_single", [], rows, f"{mine.dtype}")
         return self._give([output], [torch.cat([ranks[self.rank()] for ranks in every])], [mine])
+
+    def scatter(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> Given:
+        """Give each rank its one of the root's tensors."""
+        parts = [part for one in inputs for part in one]
+        every = self._exchange("scatter", outputs, parts, f"from {self._ranks[opts.rootRank]}")
+        return self._give(outputs, [every[opts.rootRank][self.rank()]], parts)
 
     def _exchange(
         self, name: str, shown: Sequence[Tensor], sent: Sequence[Tensor], same: str = ""
@@ -209,7 +235,7 @@ class StreamGroup(dist.ProcessGroup):
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
         torch.ops.fake_device.write(outputs, shaped, inputs, [_read(one) for one in inputs], stream.stream_id)
-        return Given(stream.record_event(), [*outputs, *inputs])
+        return Given(stream.record_event(), outputs, inputs)
 
 
 def _read(tensor: Tensor) -> Tensor:
@@ -229,8 +255,13 @@ def _reduced(every: Sequence[Tensor], operation: str) -> Tensor:
     return functools.reduce(reduce, every)
 
 
+# What torch finds in the place of NCCL.
 for _name, _before in _BEFORE.items():
     setattr(StreamGroup, _before, getattr(StreamGroup, _name))
-distributed_c10d.ProcessGroupNCCL = StreamGroup  # type: ignore[misc, assignment]
-distributed_c10d._NCCL_AVAILABLE = True
+_torch: Any = distributed_c10d
+_torch.ProcessGroupNCCL = StreamGroup
+_torch._NCCL_AVAILABLE = True
+_torch.default_pg_nccl_timeout = _torch.default_pg_timeout
 torch.cuda.nccl.version = lambda: (2, 28, 9)
+_logger: Any = torch._C._distributed_c10d.Logger
+_logger.set_runtime_stats_and_log = lambda _: None  # DDP's timer of a device is in a build with CUDA alone

@@ -74,6 +74,13 @@ def _stream(device: Any = None, priority: int = 0) -> torch.Stream:
     return torch.Stream(chosen)
 
 
+class _Event(torch.Event):
+    """A class, as torch asks of objects whether they are one."""
+
+    def __new__(cls, **options: Any) -> "_Event":
+        return super().__new__(cls, "cuda")
+
+
 NUM_DEVICES = 8  # as in report.h
 
 REPLACED: dict[str, Any] = {
@@ -90,7 +97,7 @@ REPLACED: dict[str, Any] = {
     "current_stream": torch.accelerator.current_stream,
     "default_stream": lambda *_: torch.Stream("cuda"),
     "Stream": _stream,
-    "Event": lambda **options: torch.Event("cuda"),
+    "Event": _Event,
     "stream": lambda stream: stream,  # a torch.Stream is a context
 }
 """What ``torch.cuda`` gets on any fake device."""

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from tests.fake_device.device import FakeDevice
-from tests.fake_device.orders import RUNS
+from tests.fake_device.orders import RUNS, Run
 from tests.fake_device.process import OnDevice
 from tests.life import live
 
 
-def _live(device: FakeDevice, number: int, folder: Path) -> list[str]:
-    with device.running(*RUNS[number % len(RUNS)]):
+def _live(device: FakeDevice, number: int, folder: Path, run: Run | None = None) -> list[str]:
+    with device.running(*(run or RUNS[number % len(RUNS)])):
         return live(number, folder, "cuda")
 
 
@@ -35,3 +35,10 @@ def test_life_of_two_ranks(on_device: OnDevice, number: int, tmp_path: Path) -> 
     """Invariants 1, 2 and 3 where collectives end on streams, too."""
     actions, *others = on_device.ranks(2, _live, number, tmp_path)
     assert all(other == actions for other in others)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("seed", range(100))
+def test_life_whose_collectives_end_at_points_of_a_seed(on_device: OnDevice, seed: int, tmp_path: Path) -> None:
+    """The same invariants in a hundred orders: of two ranks, and of four, where shards have copies."""
+    on_device.ranks(4 if seed % 4 == 3 else 2, _live, seed, tmp_path, ("random", seed))
