@@ -21,6 +21,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.megatron_checkpoint import load_megatron_checkpoint, megatron_state_dict
 from megascale.integrations.megatron_config import from_megatron_config
 from megascale.integrations.megatron_groups import overrides_refusal, params_refusal
+from megascale.interop.megatron import WAY_OUT
 from megascale.optimizer import MixedPrecisionOptimizer
 from megascale.parallel import ParallelGroups
 from megascale.utils.collectives import group_size, raise_together
@@ -154,8 +155,8 @@ class MegatronSurface:
             UsageError: always.
         """
         raise UsageError(
-            "megascale does not write Megatron's torch_dist format; save with --ckpt-format torch, or the optimizer "
-            "through megascale.checkpoint.Checkpointer, which reshards"
+            "megascale neither writes nor reads Megatron's torch_dist format; save with --ckpt-format torch, or the "
+            f"optimizer through megascale.checkpoint.Checkpointer, which reshards. {WAY_OUT}"
         )
 
 

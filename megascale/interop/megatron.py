@@ -47,6 +47,12 @@ MAIN_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
 ITERATION_FILE = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("mp_rank_*/model_optim_rng.pt",)
+WAY_OUT = (
+    "Megatron's own training command rewrites a torch_dist checkpoint with --load FOLDER --ckpt-convert-format torch "
+    "--ckpt-convert-save DIR: it saves into DIR/torch and ends. Of a distributed optimizer that covers the model's "
+    "weights and the loss scale; its main params and moments go into distrib_optim.pt, which is not read either"
+)
+"""See Megatron-LM's megatron/training/training.py and checkpointing.py, at d98e8a64ddf3."""
 
 
 # Checkpoints
@@ -55,7 +61,8 @@ RANK_FILES = ("mp_rank_*/model_optim_rng.pt",)
 def recognises(source: Source) -> bool:
     """Whether ``source`` is a Megatron-Core checkpoint folder, its file, an optimizer's state dict, or a scaler's."""
     if source.folder is not None:
-        return bool(checkpoint(source).files(*RANK_FILES)) or (source.folder / ITERATION_FILE).is_file()
+        # common.pt is a file of the torch_dist format, whose error says what to do.
+        return (source.folder / ITERATION_FILE).is_file() or bool(checkpoint(source).files(*RANK_FILES, "common.pt"))
     return _is_scaler(source.content) or bool(_optimizers(source.content))
 
 
@@ -78,7 +85,8 @@ def _rank_file(source: Source, *, only: bool) -> Source:
     files: list[Path] = folder.files(*RANK_FILES)
     if not files:
         raise InteropError(
-            f"{folder.where} holds no mp_rank_*/model_optim_rng.pt: it was not saved with --ckpt-format torch"
+            f"{folder.where} holds no mp_rank_*/model_optim_rng.pt: it was not saved with --ckpt-format torch. "
+            f"{WAY_OUT}"
         )
     if only and len(files) > 1:
         raise InteropError(
@@ -109,8 +117,7 @@ def _is_float16_optimizer(value: Any) -> bool:
 
 def _optimizers(content: Any) -> list[Mapping[str, Any]]:
     """Return the Float16 optimizers' state dicts in ``content``: a checkpoint, an optimizer's state, or a list."""
-    inner = content.get("optimizer") if isinstance(content, Mapping) else None
-    for saved in (content, inner):
+    for saved in (content, content.get("optimizer") if isinstance(content, Mapping) else None):
         parts = sub_optimizers(saved) if saved is not None else []
         if parts and all(_is_float16_optimizer(part) for part in parts):
             return parts
@@ -277,7 +284,7 @@ def _inner(part: Any, where: str) -> Mapping[str, Any]:
     if not is_torch_state(saved):
         raise InteropError(
             f"{where} holds no torch optimizer's state under 'optimizer': Megatron-Core's distributed optimizer keeps "
-            "it in other files, which are not read; the scaler can be taken alone"
+            "it in distrib_optim.pt, which is not read; the scaler can be taken alone"
         )
     return saved
 

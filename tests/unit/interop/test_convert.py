@@ -233,6 +233,11 @@ def test_megatron_distributed_and_parallel_checkpoints_are_refused(tmp_path: Pat
         torch.save({"optimizer": halves.megatron()}, tmp_path / f"mp_rank_0{rank}" / "model_optim_rng.pt")
     with pytest.raises(InteropError, match="2 model-parallel ranks"):
         convert(tmp_path, None)
+    folder = tmp_path / "iter_0000100"
+    folder.mkdir()
+    torch.save({}, folder / "common.pt")  # of a torch_dist checkpoint
+    with pytest.raises(InteropError, match=r"--ckpt-convert-format torch --ckpt-convert-save DIR: .* distrib_optim.pt"):
+        convert(folder, None)
 
 
 # DeepSpeed
