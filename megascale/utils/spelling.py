@@ -2,8 +2,9 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from typing import Any, TypeVar
 
 from megascale.errors import ArgumentTypeError
@@ -49,7 +50,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 
 
 def told(cls: C) -> C:
-    """Decorate a class whose constructor's arguments have other names elsewhere: who types one of those is told ours.
+    """Decorate a class whose constructor's arguments have other names elsewhere: who types one, or errs, is told ours.
 
     The error is an ArgumentTypeError, which is a TypeError, as Python's own for all other names.
     """
@@ -58,10 +59,9 @@ def told(cls: C) -> C:
 
     @functools.wraps(constructor)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() - known:
-            for ours in ELSEWHERE.get(name, ()):
-                if ours in known:
-                    raise ArgumentTypeError(f"{cls.__name__} has no argument {name!r}: here it is {ours!r}")
+        for name in kwargs:
+            if name not in known and (hint := meant(name, known)):
+                raise ArgumentTypeError(f"{cls.__name__} has no argument {name!r}{hint}")
         constructor(self, *args, **kwargs)
 
     setattr(cls, "__init__", checked)  # noqa: B010  # mypy's wish
@@ -69,10 +69,19 @@ def told(cls: C) -> C:
 
 
 def meant(name: object, known: Collection[str]) -> str:
-    """Return ``; did you mean 'window'?`` if a known name is ``name`` elsewhere, or is a letter or two away."""
-    if not isinstance(name, str):
-        return ""
-    lowered = {one.lower(): one for one in known}
-    ours = [one for one in ELSEWHERE.get(name, ()) if one in known]
-    alike = ours or [lowered[one] for one in get_close_matches(name.lower(), lowered, 1, cutoff=0.75)]
-    return f"; did you mean {alike[0]!r}?" if alike else ""
+    """Return ``; did you mean 'window'?`` if a known name is ``name`` elsewhere, or alone is a letter or two away.
+
+    Of names of up to four letters one letter. Digits are never taken for each other: fp8 is no misspelt fp16.
+    """
+    typed = str(name)
+    alike = [one for one in ELSEWHERE.get(typed, ()) if one in known]
+    if not alike:
+        errors = {
+            one: max(len(typed), len(one))
+            - sum(block.size for block in SequenceMatcher(None, typed.lower(), one.lower()).get_matching_blocks())
+            for one in known
+            if re.sub(r"\D", "", one) == re.sub(r"\D", "", typed)
+        }
+        least = min(errors.values(), default=3)
+        alike = [one for one in errors if errors[one] == least <= (2 if max(len(typed), len(one)) > 4 else 1)]
+    return f"; did you mean {alike[0]!r}?" if len(alike) == 1 else ""

@@ -88,7 +88,7 @@ def test_frozen_parameters_and_buffers_count() -> None:
         ({"model": 1.5}, "model must be a torch.nn.Module or a number of parameters"),
         ({"precision": "fp8"}, "precision must be one of"),
         ({"precision": "as_is"}, "needs a module"),
-        ({"sharding": "fsdp3"}, "sharding must be one of .*; did you mean 'fsdp2'"),
+        ({"sharding": "fsdp3"}, "sharding must be one of .*, got 'fsdp3'$"),
         ({"ranks": 0}, "ranks must be 1 or more"),
         ({"optimizer": "shampoo"}, "optimizer must be one of"),
         ({"exp_avg_dtype": torch.int16}, "exp_avg_dtype must be one of"),
