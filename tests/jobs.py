@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 MARK = "MEGASCALE_TEST_JOB"
+ROOT = Path(__file__).parents[1]
 
 
 class Job:
@@ -92,6 +94,14 @@ def job(command: Sequence[str], variables: dict[str, str] | None = None) -> Iter
         yield started
     finally:
         started.close()
+
+
+def printed_by(script: str | Path, *arguments: str, ranks: int = 2) -> str:
+    """Return what a script of examples/ prints under torchrun; with 0 ranks, without it."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with job([sys.executable, *torchrun, str(ROOT / "examples" / script), *arguments], variables) as running:
+        return running.finish(timeout=240)
 
 
 def wait_until(condition: Callable[[], object], *running: Job, timeout: float = 90) -> None:

@@ -1,6 +1,6 @@
 """What ``torch.cuda`` lacks, or asks a driver for: streams, graphs, and what a capture refuses."""
 
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def install(device: FakeDevice) -> None:
             capture_error_mode: str = "global",
         ) -> None:
             if stream is None:
-                stream = Capture.usual = Capture.usual or _stream()
+                stream = Capture.usual = Capture.usual or Stream()
             self._stream = stream
             self._mode = capture_error_mode
 
@@ -66,12 +66,15 @@ def _resize_storage(storage: torch.UntypedStorage, nbytes: int) -> torch.Untyped
     return storage
 
 
-def _stream(device: Any = None, priority: int = 0) -> torch.Stream:
-    """Return a new stream of a device, else of the current one."""
-    chosen = torch.device("cuda" if device is None else device)
-    if chosen.index is None:
-        chosen = torch.device("cuda", torch.accelerator.current_device_index())
-    return torch.Stream(chosen)
+class Stream:
+    """A new stream of a device, else of the current one. It is a class, as annotations of libraries say."""
+
+    def __new__(cls, device: Any = None, priority: int = 0) -> torch.Stream:  # type: ignore[misc]
+        """Return a torch.Stream."""
+        chosen = torch.device("cuda" if device is None else device)
+        if chosen.index is None:
+            chosen = torch.device("cuda", torch.accelerator.current_device_index())
+        return torch.Stream(chosen)
 
 
 class _Event(torch.Event):
@@ -91,12 +94,13 @@ REPLACED: dict[str, Any] = {
     "current_device": torch.accelerator.current_device_index,
     "set_device": torch.accelerator.set_device_index,
     "get_device_capability": lambda *_: (9, 0),
+    "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0, total_memory=0),
     "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
     "set_rng_state": lambda *_: None,
     "synchronize": torch.accelerator.synchronize,
     "current_stream": torch.accelerator.current_stream,
     "default_stream": lambda *_: torch.Stream("cuda"),
-    "Stream": _stream,
+    "Stream": Stream,
     "Event": _Event,
     "stream": lambda stream: stream,  # a torch.Stream is a context
 }

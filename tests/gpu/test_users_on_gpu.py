@@ -24,6 +24,14 @@ from tests.training import bits_equal
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
+RECIPES = {
+    "finetune": ("transformers", "peft", "datasets"),
+    "fsdp2": ("transformers",),
+    "grpo": ("transformers", "trl", "datasets"),
+    "offload": ("transformers",),
+    "zero1": ("transformers",),
+}
+"""Examples with --model, and the libraries that each needs."""
 
 
 def _model() -> nn.Sequential:
@@ -114,13 +122,13 @@ def _printed(*program: str) -> str:
         return running.finish(timeout=100)
 
 
-@pytest.mark.parametrize(
-    "program", ["ddp.py", "fsdp2_fp16.py", "local_optimizer.py", "sharded.py", "rl_fp16.py", "wrong_gradient.py"]
-)
+@pytest.mark.parametrize("program", ["local_optimizer", "wrong_gradient", *RECIPES])
 def test_an_example_runs(tmp_path: Path, program: str) -> None:
     """As its page says, with one process per device."""
-    arguments = {"sharded.py": [str(tmp_path)], "rl_fp16.py": ["--steps", "4"]}.get(program, [])
-    assert _printed(str(ROOT / "examples" / program), *arguments)
+    for library in RECIPES.get(program, ()):
+        pytest.importorskip(library, reason=f"needs {library}: .ci/install_integrations")
+    tiny = ["--model", "tiny", "--steps", "10", "--folder", str(tmp_path)] if program in RECIPES else []
+    assert _printed(str(ROOT / "examples" / f"{program}.py"), *tiny)
 
 
 def test_the_training_program_runs(tmp_path: Path) -> None:
