@@ -1,9 +1,15 @@
 """Compile every kernel of the triton backend for sm_90, without a GPU, and print what its code says of its speed.
 
     python -m benchmarks.ptx --out benchmarks/results/ptx_sm90.md
+    python -m benchmarks.ptx --capabilities 70,75,80,89,90,100 --out benchmarks/results/ptx_fp16.md
 
 Registers, spills, widths of loads and stores, bytes of an element, occupancy, and the time that follows at a given
 bandwidth by the model of benchmarks/machine_code/speed.py. Not measured: launch/gpu_check.sh measures.
+
+Instructions of an element are those that run where every division and root has usual operands: their slow paths, for
+0, subnormal or infinite ones, are in the code, but not counted.
+
+``--capabilities`` prints registers and spills of the kernels for fp16 parameters alone, compiled for several GPUs.
 """
 
 import argparse
@@ -13,11 +19,12 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from machine_code.assembly import WIDE, Code, Loop
+from machine_code.assembly import WIDE, Code, Loop, resources
 from machine_code.launches import CALLS, Launch, Memory, recorded, whole_step
 from machine_code.speed import Device, blocks_per_sm, bytes_in_flight, seconds
 
@@ -94,7 +101,7 @@ def code_row(name: str, launch: Launch, code: Code, device: Device) -> str:
         "-" if stream is None else widths(stream, "STG"),
         narrow,
         f"{bytes_of_element(code, launch):g}" if stream is not None else "-",
-        "-" if stream is None else f"{len(stream.body) * 32 * code.warps / elements_of_turn(code, launch):.0f}",
+        "-" if stream is None else f"{code.turn * 32 * code.warps / elements_of_turn(code, launch):.0f}",
         f"{blocks}, {blocks * code.warps}",
         f"{bytes_in_flight(code) / 1024:.0f}" if stream is not None else "-",
         billion(launch, code, device) if stream is not None else "-",
@@ -120,6 +127,24 @@ def kernels(codes: Compiled, device: Device) -> list[str]:
                 seen.add(launch.code.hash)
                 lines.append(code_row(name, launch, codes[launch], device))
     return lines
+
+
+def capabilities(given: list[int]) -> list[str]:
+    """Return the table of fp16 parameters' kernels for some compute capabilities: registers, and bytes spilled."""
+    lines = [f"| call | kernel | {' | '.join(f'sm_{each}' for each in given)} |", "|---" * (2 + len(given)) + "|"]
+    for name, call in CALLS.items():
+        if "fp16" not in name.partition("bf16")[0] and "decision" not in name:
+            continue
+        launched = []
+        for each in given:
+            with recorded(each) as (backend, launches):
+                call(backend, Memory([100_000] * 3))
+            launched.append(launches)
+        for launches in zip(*launched, strict=True):
+            used = [resources(launch.code) for launch in launches]
+            cells = [f"{registers}" + (f", {spilled} B" if spilled else "") for registers, spilled, _ in used]
+            lines.append(f"| {' | '.join([name, launches[0].kernel.removesuffix('_kernel'), *cells])} |")
+    return list(dict.fromkeys(lines))
 
 
 def turns(launch: Launch) -> float:
@@ -171,15 +196,26 @@ def main() -> int:
     parser.add_argument("--bandwidth", type=float, default=Device.bandwidth, help="B/s, of an H200's memory")
     parser.add_argument("--latency", type=float, default=Device.latency, help="s, of a load from a busy memory")
     parser.add_argument("--launch", type=float, default=Device.launch, help="s, fixed cost of a launch")
+    parser.add_argument("--capabilities", type=lambda text: [int(each) for each in text.split(",")])
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = Device(given.bandwidth, given.latency, given.launch)
     codes = Compiled()
-    text = "\n".join(
-        [
+    versions = f"triton {triton.__version__}, torch {torch.__version__}."
+    if given.capabilities:
+        lines = [
+            "## Registers of a thread, and bytes that it spills, of kernels for fp16 parameters",
+            "",
+            f"{versions} `python -m benchmarks.ptx --capabilities {','.join(map(str, given.capabilities))}`. "
+            "Nothing here was run on a GPU.",
+            "",
+            *capabilities(given.capabilities),
+        ]
+    else:
+        lines = [
             "## Kernels as compiled for sm_90",
             "",
-            f"triton {triton.__version__}. Read from PTX and SASS; nothing here was run on a GPU.",
+            f"{versions} `python -m benchmarks.ptx`. Read from PTX and SASS; nothing here was run on a GPU.",
             "",
             *kernels(codes, device),
             "",
@@ -190,7 +226,7 @@ def main() -> int:
             "",
             *times(codes, device),
         ]
-    )
+    text = "\n".join(lines)
     print(text)
     if given.out:
         given.out.write_text(text + "\n")

@@ -115,23 +115,17 @@ class Code:
     def of(cls, compiled: "triton.compiler.CompiledKernel") -> "Code":
         """Read what Triton compiled."""
         ptx = compiled.asm["ptx"]
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            usage, sass = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
-        found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
-        if found is None:
-            raise ValueError(f"cuobjdump -res-usage names no registers: {usage!r}")
-        registers, stack, shared, local = map(int, found.groups())
+        registers, spilled, shared = resources(compiled)
         return cls(
             registers=registers,
-            spilled=stack + local,
+            spilled=spilled,
             shared=max(shared, compiled.metadata.shared),
             warps=compiled.metadata.num_warps,
             fused=(len(re.findall(r"fma\.rn(?:\.ftz)?\.f32", ptx)), len(re.findall(r"fma\.rn\.f64", ptx))),
             approximate=len(re.findall(r"(?:div|sqrt)\.(?:approx|full)", ptx)),
             instructions=[
-                Instruction(int(at, 16), bool(guard), name, rest) for at, guard, name, rest in INSTRUCTION.findall(sass)
+                Instruction(int(at, 16), bool(guard), name, rest)
+                for at, guard, name, rest in INSTRUCTION.findall(_cuobjdump("-sass", compiled))
             ],
         )
 
@@ -160,6 +154,17 @@ class Code:
     def bytes_in_flight(self) -> int:
         """What one thread's loads of the streaming loop ask for at once."""
         return 0 if self.stream is None else self.stream.bytes_in_flight
+
+    @cached_property
+    def turn(self) -> int:
+        """Instructions that one warp runs in a turn of the streaming loop at least: those of no slow path.
+
+        A division or a root calls one where its operands are 0, subnormal, not finite or near the ends of their range.
+        """
+        if self.stream is None:
+            return 0
+        places = {each.address: place for place, each in enumerate(self.instructions)}
+        return self._distance(places[self.stream.body[0].address], places[self.stream.body[-1].address]) + 1
 
     @cached_property
     def straight(self) -> int:
@@ -204,5 +209,19 @@ class Code:
         return longest
 
 
-def _cuobjdump(option: str, path: str) -> str:
-    return subprocess.run([TOOLS / "cuobjdump", option, path], capture_output=True, text=True, check=True).stdout
+def resources(compiled: "triton.compiler.CompiledKernel") -> tuple[int, int, int]:
+    """Return a thread's registers, its bytes of stack and local memory, and a block's bytes of static shared memory."""
+    usage = _cuobjdump("-res-usage", compiled)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    if found is None:
+        raise ValueError(f"cuobjdump -res-usage names no registers: {usage!r}")
+    registers, stack, shared, local = map(int, found.groups())
+    return registers, stack + local, shared
+
+
+def _cuobjdump(option: str, compiled: "triton.compiler.CompiledKernel") -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [TOOLS / "cuobjdump", option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -48,7 +48,7 @@ def seconds(code: Code, programs: int, moved: float, turns: float, remainders: i
     """
     slots = blocks_per_sm(code) * device.sms
     loop = code.stream or (code.loops[0] if code.loops else None)
-    instructions = programs * (code.straight + (turns * len(loop.body) if loop else 0))
+    instructions = programs * (code.straight + (turns * (code.turn or len(loop.body)) if loop else 0))
     alone = device.latency * (code.chain + max(turns - 1, 0))
     if remainders and code.narrow is not None:
         instructions += remainders * len(code.narrow.body)

@@ -131,6 +131,10 @@ class TorchDecisions:
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
+    def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
+        """See :class:`megascale.kernels.Backend`. For optimizers that run their own ``step()``."""
+        return [grad.to(main.dtype) * coefficient for grad, main in zip(grads, mains, strict=True)]
+
     def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         # 0 * inf is NaN: a non-finite copy with weight 0 makes the norm NaN, but only in a step that is skipped.

@@ -36,10 +36,6 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
             zeros=of_each(lambda grad: (grad == 0).sum(dtype=exact)) if count_zeros else None,
         )
 
-    def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
-        """See :class:`megascale.kernels.Backend`."""
-        return [grad.to(main.dtype) * coefficient for grad, main in zip(grads, mains, strict=True)]
-
     @of_trained
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""

@@ -42,8 +42,10 @@ BLOCK = 1 << 10  # elements that a program holds at once
 MEASURED_BLOCK = 1 << 11  # of a gradient: two loads of a thread under way at once. Sums have as many lanes
 FAN = 1 << 8  # chunks that one program adds up at once
 OPTIONS: dict[str, Any] = {"num_warps": 4}
-# Left to itself the assembler takes up to 150 registers, or spills with fewer.
-CODES_OPTIONS: dict[str, Any] = OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": 104}
+# Left to itself the assembler takes up to 150 registers for Adam's moments in codes, and 114 for its fp16 params. With
+# these limits an SM of sm_90 holds 5 blocks in place of 4, and 6 to 8 in place of 4 to 7, and nothing spills: see
+# benchmarks/results/ptx_sm90.md. Other kernels take fewer registers without a limit than with one.
+CODES_OPTIONS, FP16_OPTIONS = (OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": most} for most in (96, 80))
 # Of the one program that adds up all tensors of a rank.
 TOTAL_BLOCK = 1 << 12
 TOTAL_OPTIONS: dict[str, Any] = {"num_warps": 16}
@@ -146,10 +148,6 @@ class TritonBackend(TorchDecisions, TorchRemainders):
             {"EACH_CLEAN_STEP": rule.each_clean_step, "FP64_PRODUCTS": rule.fp64_products},
         )
         torch.autograd.graph.increment_version(tensors[1:])
-
-    def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
-        """See :class:`megascale.kernels.Backend`. For optimizers that run their own ``step()``: plain tensor code."""
-        return self._reference.unscale(grads, mains, coefficient)
 
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
@@ -352,12 +350,13 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         return {"COLUMNS": table.rows.shape[1], "CHUNK": chunk, "BLOCK": min(block, chunk)}
 
     def _update(self, kernel: Any, table: DeviceTable, arguments: Iterable[Any], constants: dict[str, Any]) -> None:
+        adam_options = FP16_OPTIONS if table.dtypes[1] == torch.float16 else OPTIONS
         self._launch(
             kernel,
             len(table.chunk_rows),
             (table.rows, table.chunk_rows, table.counters, *arguments),
             {**constants, **self._sizes(table)},
-            CODES_OPTIONS if constants.get("CODES") else OPTIONS,
+            {None: OPTIONS, False: adam_options, True: CODES_OPTIONS}[constants.get("CODES")],
         )
 
     def _launch(

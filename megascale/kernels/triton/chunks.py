@@ -9,7 +9,7 @@ from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.interpreter import INTERPRETED, inlined, sum_of
 
-NUMEL, SLOT = tl.constexpr(device_table.NUMEL), tl.constexpr(device_table.SLOT)
+NUMEL = tl.constexpr(device_table.NUMEL)
 FIRST_CHUNK = tl.constexpr(device_table.FIRST_CHUNK)
 ALIGNED = tl.constexpr(device_table.ALIGNED)
 TENSORS = tl.constexpr(device_table.TENSORS)
@@ -126,7 +126,7 @@ def round_into_model(
 
 
 @inlined
-def arrive(row, counter, flags, overflow, CHUNK: tl.constexpr):
+def arrive(row, chunk_rows, counter, flags, overflow, CHUNK: tl.constexpr):
     """Count this chunk as done. Return whether it is its row's last one; if so, the row's flag has been written.
 
     All programs of a row have read the step count before the last one arrives, so that it may write the next. The
@@ -138,5 +138,6 @@ def arrive(row, counter, flags, overflow, CHUNK: tl.constexpr):
     last = (counted & 0xFFFFFFFF) == tl.maximum((tl.load(row + NUMEL) + (CHUNK - 1)) // CHUNK, 1)
     if last:
         tl.store(counter, tl.full((), 0, tl.int64))
-        tl.store(flags + tl.load(row + SLOT), (counted >> 32 != 0).to(tl.uint8))
+        slot = tl.load(chunk_rows + tl.program_id(0)) >> 32  # locate's: kept, it would take registers in the loops
+        tl.store(flags + slot, (counted >> 32 != 0).to(tl.uint8))
     return last

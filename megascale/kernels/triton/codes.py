@@ -82,16 +82,16 @@ def scales_of(row, SCALE: tl.constexpr, start, DTYPE: tl.constexpr):
 
 
 @inlined
-def _within(begin, last, BLOCK: tl.constexpr):
-    """Return which groups of a block begin before ``last``: shape [groups]."""
-    return begin + tl.arange(0, BLOCK // GROUP) * GROUP < last
+def before(offsets, end):
+    """Return which offsets are less than ``end``. None: all, known when the kernel is compiled."""
+    return tl.full(offsets.shape, True, tl.int1) if end is None else offsets < end
 
 
 @inlined
 def _read_scale(scales, begin, last, BLOCK: tl.constexpr):
     """Return the bits of the scales of a block's groups, int32: shape [groups, 1]."""
-    groups = begin // GROUP + tl.arange(0, BLOCK // GROUP)
-    return tl.load(scales + groups, mask=_within(begin, last, BLOCK), other=0)[:, None]
+    groups = tl.arange(0, BLOCK // GROUP)
+    return tl.load(scales + begin // GROUP + groups, mask=before(begin + groups * GROUP, last), other=0)[:, None]
 
 
 @inlined
@@ -131,7 +131,7 @@ def read_moments(
 @inlined
 def _encode_root(root, mask, dithers):
     """Return the codes of roots, the scales' bits, shape [groups], and the roots as held."""
-    bits = tl.where(root == root, _magnitude(root), NAN_BITS)
+    bits = tl.minimum(_magnitude(root), NAN_BITS)  # a root's NaN is a quiet one: no less than that
     highest = max_of_rows(tl.where(mask, bits, 0))[:, None]
     lowest = 0x7FFFFFFF - max_of_rows(tl.where(mask, 0x7FFFFFFF - bits, 0))[:, None]
     shift = tl.full((root.shape[0], 1), FINEST, tl.int32)
@@ -159,8 +159,9 @@ def _encode_quotient(exp_avg, held, mask, dithers):
 @inlined
 def _write_scale(scales, begin, last, bits, BLOCK: tl.constexpr):
     """Write the scales' bits, shape [groups, 1], of groups that begin before ``last``."""
-    groups = begin // GROUP + tl.arange(0, BLOCK // GROUP)
-    tl.store(scales + groups, tl.reshape(bits, (BLOCK // GROUP,)), mask=_within(begin, last, BLOCK))
+    groups = tl.arange(0, BLOCK // GROUP)
+    within = before(begin + groups * GROUP, last)
+    tl.store(scales + begin // GROUP + groups, tl.reshape(bits, (BLOCK // GROUP,)), mask=within)
 
 
 @inlined

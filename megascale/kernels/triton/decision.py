@@ -19,7 +19,6 @@ CONTRAST = tl.constexpr(int(Statistic.CONTRAST))
 SCALED_RANKS = tl.constexpr(int(Statistic.SCALED))
 LARGEST = tl.constexpr(LARGEST_SUM_SQUARES)
 TOLERANCE = tl.constexpr(REPLICA_TOLERANCE)
-LARGEST_FP32 = tl.constexpr(LARGEST_SUM_SQUARES)
 TO_WHOLE = tl.constexpr(1.5 * 2.0**52)  # a number added to it in fp64, below 2**51, keeps no fraction
 
 
@@ -138,7 +137,7 @@ def rescale_kernel(
     else:
         grown = before * tl.cast(growth_factor, tl.float32)
         backed_off = before * tl.cast(backoff_factor, tl.float32)
-    after_clean = tl.where(grows & (grown <= LARGEST_FP32), tl.minimum(grown, max_scale), before)
+    after_clean = tl.where(grows & (grown <= LARGEST), tl.minimum(grown, max_scale), before)
     left_after_clean = tl.where(grows | EACH_CLEAN_STEP, hysteresis, left)
     left_after_inf = tl.maximum(left - 1, 0)
     after_inf = tl.where(left_after_inf == 0, tl.maximum(backed_off, min_scale), before)

@@ -30,7 +30,7 @@ CODES_VECTOR = 8  # elements, where a tensor of a row has 8 bits
 PLANS = 8  # that are kept of the same operands, for gradients of other dtypes or layouts
 
 # Columns of a row, all int64.
-NUMEL, FIRST_CHUNK, SLOT, ALIGNED, STEP, START, FIRST_SCALE, SECOND_SCALE, TENSORS = range(9)
+NUMEL, FIRST_CHUNK, ALIGNED, STEP, START, FIRST_SCALE, SECOND_SCALE, TENSORS = range(8)
 SCALES = (FIRST_SCALE, SECOND_SCALE)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, REMAINDER_DTYPE, *CODE_DTYPES)
@@ -56,7 +56,7 @@ class DeviceTable:
     Attributes:
         dtypes: one per tensor of a row. None: the tensor is the row's first one again.
         grad_dtype: of the gradients; None: the call has none.
-        rows: int64, shape [rows, TENSORS + len(dtypes)]: elements, first chunk, index in the call, whether every
+        rows: int64, shape [rows, TENSORS + len(dtypes)]: elements, first chunk, whether every
             pointer is aligned for vector access (1 or 0), pointer of the step count or 0, index of the first element in
             the whole parameter, pointers of scales or 0, then the tensors' pointers.
         chunk_rows: int64, shape [chunks]: the row of each chunk, and in the high half that row's index in the call,
@@ -200,7 +200,6 @@ def _make_table(
     rows = np.zeros((len(members), TENSORS + len(dtypes)), dtype=np.int64)
     rows[:, NUMEL] = numels
     rows[:, FIRST_CHUNK] = np.cumsum(num_chunks) - num_chunks
-    rows[:, SLOT] = members
     for index, values in beside.items():
         rows[:, index] = values
     # For vector access each tensor of a row must be aligned to that many bytes.

@@ -1,7 +1,8 @@
 """Triton kernels that reach all tensors of a call through a :class:`megascale.kernels.triton.device_table.DeviceTable`.
 
-One program works on one chunk: on the whole vectors of aligned rows, then, element by element, on what is left. All
-arithmetic is fp32 in the order of the reference backend, with fp64 where the reference has it for scalars. Launch with
+One program works on one chunk: on the whole vectors of aligned rows, then, element by element, on what is left. With
+8-bit moments the first loop takes whole blocks only, of a step that landed, and so has no masks. All arithmetic is fp32
+in the order of the reference backend, with fp64 where the reference has it for scalars. Launch with
 ``enable_fp_fusion=False``: a multiplication and an addition fused into one rounding would give other bits than the
 reference.
 """
@@ -32,8 +33,8 @@ from megascale.kernels.triton.chunks import (
 )
 from megascale.kernels.triton.codes import (
     FIRST_SCALE,
-    GROUP,
     SECOND_SCALE,
+    before,
     first_dither,
     offsets_of,
     read_moments,
@@ -48,9 +49,9 @@ from megascale.kernels.triton.interpreter import INTERPRETED as INTERPRETED
 from megascale.kernels.triton.interpreter import cache_folder as cache_folder
 from megascale.kernels.triton.interpreter import inlined
 from megascale.kernels.triton.measure import measure_kernel as measure_kernel
+from megascale.kernels.triton.remainders import UPDATE_VECTOR, found_in, main_chunks, read_main, write_main
 from megascale.kernels.triton.remainders import decode_kernel as decode_kernel
 from megascale.kernels.triton.remainders import encode_kernel as encode_kernel
-from megascale.kernels.triton.remainders import found_in, main_chunks, read_main, write_main
 
 LANGUAGE_DTYPES = {
     None: None,
@@ -63,7 +64,6 @@ LANGUAGE_DTYPES = {
 }
 
 STEP = tl.constexpr(device_table.STEP)
-UPDATE_VECTOR = tl.constexpr(device_table.UPDATE_VECTOR)
 CODES_VECTOR = tl.constexpr(device_table.CODES_VECTOR)
 
 # Not specialized by alignment, so that one compiled kernel serves: single numbers are read from them.
@@ -88,10 +88,12 @@ def _adam_chunk(
     sq_scales = scales_of(row, SECOND_SCALE, start, SQ_DTYPE)
     max_chunk = chunk_of(row, STATE + 2, start, MAX_DTYPE, VECTOR)
     overflow = zeros_of(BLOCK, CODES)
+    # adam_kernel takes codes as vectors in whole blocks of a step that landed only: every element is there and kept.
+    end = None if CODES and VECTOR > 1 else last
+    kept_end = None if end is None else last * landed
     for begin in range(first, last, BLOCK):
         offsets = offsets_of(begin, BLOCK, CODES)
-        mask = offsets < last
-        kept = offsets < last * landed
+        mask, kept = before(offsets, end), before(offsets, kept_end)
         main, half, left = read_main(main_chunk, model_chunk, offsets, mask, MODEL_DTYPE, HELD)
         g = read(grad_chunk, offsets, mask) * coefficient
         if MAXIMIZE:
@@ -102,7 +104,7 @@ def _adam_chunk(
         elif L2:
             g = g + weight_decay * main
         exp_avg, exp_avg_sq = read_moments(
-            avg_chunk, sq_chunk, avg_scales, sq_scales, begin, last, offsets, mask, AVG_DTYPE, SQ_DTYPE, BLOCK
+            avg_chunk, sq_chunk, avg_scales, sq_scales, begin, end, offsets, mask, AVG_DTYPE, SQ_DTYPE, BLOCK
         )
         exp_avg = beta1 * exp_avg + rest1 * g
         exp_avg_sq = beta2 * exp_avg_sq + rest2 * g * g
@@ -121,7 +123,7 @@ def _adam_chunk(
         )
         if CODES:
             write_moments(
-                avg_chunk, sq_chunk, avg_scales, sq_scales, begin, last * landed, offsets, mask, kept, exp_avg,
+                avg_chunk, sq_chunk, avg_scales, sq_scales, begin, kept_end, offsets, mask, kept, exp_avg,
                 exp_avg_sq, dither, AVG_DTYPE, SQ_DTYPE, BLOCK
             )
     return found_in(overflow)
@@ -151,8 +153,9 @@ def adam_kernel(
     dither = first_dither(row, start, step, CODES)
     grad, length = grad_of(grads, slot, length)
     VECTOR: tl.constexpr = CODES_VECTOR if CODES else UPDATE_VECTOR
-    WHOLE: tl.constexpr = GROUP if CODES else UPDATE_VECTOR
+    WHOLE: tl.constexpr = BLOCK if CODES else UPDATE_VECTOR
     whole = whole_vectors_beside(grad, row, length, GRAD_DTYPE, VECTOR, WHOLE)
+    whole = whole * landed if CODES else whole  # blocks without masks would be written
     overflow = tl.full((), 0, tl.int32)
     if whole > 0:
         overflow |= _adam_chunk(
@@ -166,7 +169,7 @@ def adam_kernel(
             rest1, beta2, rest2, eps, weight_decay, MODEL_DTYPE, HELD, CODES, GRAD_DTYPE, AVG_DTYPE, SQ_DTYPE,
             MAX_DTYPE, DECOUPLED, L2, MAXIMIZE, BLOCK // NARROWER, 1,
         )
-    if arrive(row, counters + index, flags, overflow, CHUNK):
+    if arrive(row, chunk_rows, counters + index, flags, overflow, CHUNK):
         tl.store(count, step + (1 - skipped) * (grad != 0).to(tl.float32))
 
 
@@ -238,7 +241,7 @@ def sgd_kernel(
             row, grad, start, whole, length, landed, scale, rate, momentum, share, weight_decay, MODEL_DTYPE,
             HELD, GRAD_DTYPE, BUFFER_DTYPE, NESTEROV, L2, MAXIMIZE, BLOCK // NARROWER, 1,
         )
-    last = arrive(row, counters + index, flags, overflow, CHUNK)
+    last = arrive(row, chunk_rows, counters + index, flags, overflow, CHUNK)
     if DAMPENED:
         if last:
             tl.store(count, step + (1 - skipped) * (grad != 0).to(tl.float32))
@@ -299,7 +302,7 @@ def lion_kernel(
             row, grad, start, whole, length, landed, scale, rate.to(tl.float32), decay, beta1, rest1, beta2,
             rest2, MODEL_DTYPE, HELD, GRAD_DTYPE, AVG_DTYPE, MAXIMIZE, BLOCK // NARROWER, 1,
         )
-    arrive(row, counters + index, flags, overflow, CHUNK)
+    arrive(row, chunk_rows, counters + index, flags, overflow, CHUNK)
 
 
 @inlined
@@ -330,4 +333,4 @@ def write_back_kernel(
         overflow |= _write_back_chunk(row, start, 0, whole, MODEL_DTYPE, BLOCK, UPDATE_VECTOR)
     if whole < length:
         overflow |= _write_back_chunk(row, start, whole, length, MODEL_DTYPE, BLOCK // NARROWER, 1)
-    arrive(row, counters + index, flags, overflow, CHUNK)
+    arrive(row, chunk_rows, counters + index, flags, overflow, CHUNK)

@@ -8,9 +8,10 @@ See :mod:`megascale.kernels.triton.kernels` for what holds of all kernels over t
 import triton
 import triton.language as tl
 
-from megascale.kernels.triton import device_table
 from megascale.kernels.triton.chunks import (
+    FIRST_CHUNK,
     NARROWER,
+    NUMEL,
     chunk_at,
     grad_of,
     locate,
@@ -19,9 +20,6 @@ from megascale.kernels.triton.chunks import (
 )
 from megascale.kernels.triton.interpreter import inlined, sum_of, sum_of_lanes
 
-NUMEL = tl.constexpr(device_table.NUMEL)
-FIRST_CHUNK = tl.constexpr(device_table.FIRST_CHUNK)
-SLOT = tl.constexpr(device_table.SLOT)
 POINTERS = ["rows", "chunk_rows", "counters", "grads", "arrivals", "partials", "stats"]
 
 # fmt: off
@@ -120,7 +118,7 @@ def measure_kernel(
     index, slot, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
     grad, length = grad_of(grads, slot, length)
     squares, non_finite, zeros = _measure_chunk(row, grad, start, length, GRAD_DTYPE, COUNT_ZEROS, BLOCK)
-    out = stats + tl.load(row + SLOT) * 3
+    out = stats + slot * 3
     chunks = tl.maximum((tl.load(row + NUMEL) + (CHUNK - 1)) // CHUNK, 1).to(tl.int32)
     mine = out
     if chunks > 1:

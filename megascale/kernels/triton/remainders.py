@@ -37,7 +37,7 @@ UNIT = tl.constexpr(remainders.UNIT)
 PER_UNIT = tl.constexpr(1 / remainders.UNIT)
 HALF_INFINITY = tl.constexpr(remainders.FP16_INF)
 TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a number below 2**22 that is added to it in fp32 keeps no fraction
-VECTOR_WIDTH = tl.constexpr(device_table.UPDATE_VECTOR)
+UPDATE_VECTOR = tl.constexpr(device_table.UPDATE_VECTOR)
 POINTERS = ["rows", "chunk_rows", "counters", "flags", "found_inf"]
 
 # fmt: off
@@ -178,9 +178,9 @@ def decode_kernel(
 ):
     """Write main params."""
     _, _, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
-    whole = whole_vectors(row, length, VECTOR_WIDTH)
+    whole = whole_vectors(row, length, UPDATE_VECTOR)
     if whole > 0:
-        _decode_chunk(row, start, 0, whole, MODEL_DTYPE, BLOCK, VECTOR_WIDTH)
+        _decode_chunk(row, start, 0, whole, MODEL_DTYPE, BLOCK, UPDATE_VECTOR)
     if whole < length:
         _decode_chunk(row, start, whole, length, MODEL_DTYPE, BLOCK // NARROWER, 1)
 
@@ -212,10 +212,10 @@ def encode_kernel(
     """Write model params and remainders, unless ``found_inf`` is set."""
     index, _, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
     landed = (tl.load(found_inf) == 0).to(tl.int32)
-    whole = whole_vectors(row, length, VECTOR_WIDTH)
+    whole = whole_vectors(row, length, UPDATE_VECTOR)
     overflow = tl.full((), 0, tl.int32)
     if whole > 0:
-        overflow |= _encode_chunk(row, start, 0, whole, landed, MODEL_DTYPE, BLOCK, VECTOR_WIDTH)
+        overflow |= _encode_chunk(row, start, 0, whole, landed, MODEL_DTYPE, BLOCK, UPDATE_VECTOR)
     if whole < length:
         overflow |= _encode_chunk(row, start, whole, length, landed, MODEL_DTYPE, BLOCK // NARROWER, 1)
-    arrive(row, counters + index, flags, overflow, CHUNK)
+    arrive(row, chunk_rows, counters + index, flags, overflow, CHUNK)
