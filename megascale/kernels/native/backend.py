@@ -7,7 +7,7 @@ fp64, with tensors whose memory layouts differ, or on other devices go to the to
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.tensors.forms import Forms
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.torch_backend import TorchBackend
-from megascale.rules import CODE_DTYPES, AdamHyper, Hyper, LionHyper, SgdHyper
+from megascale.rules import CODE_DTYPES, AdamHyper, LionHyper, SgdHyper
 
 CHUNK = 65536  # elements; native.c's
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -96,14 +96,6 @@ class _Table(NamedTuple):
     lengths: _Lengths
     rows: Array
     forms: Forms
-
-
-class _Call(NamedTuple):
-    """One of native.c's rules, its constants, and the decision; None for a write-back, which has none."""
-
-    rule: int
-    constants: _Hyper
-    decision: Decision | None
 
 
 class NativeBackend(TorchDecisions, TorchRemainders):
@@ -188,24 +180,21 @@ class NativeBackend(TorchDecisions, TorchRemainders):
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
-        call = _Call(ADAM, _constants(hyper), decision)
-        return self._update(operands, names, call, lambda rest: self._torch.adam_(rest, hyper, decision))
+        return self._update(operands, names, ADAM, hyper, decision, self._torch.adam_)
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["momentum_buffer"] if hyper.momentum != 0 else []
-        call = _Call(SGD, _constants(hyper), decision)
-        return self._update(operands, names, call, lambda rest: self._torch.sgd_(rest, hyper, decision))
+        return self._update(operands, names, SGD, hyper, decision, self._torch.sgd_)
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        call = _Call(LION, _constants(hyper), decision)
-        return self._update(operands, ["exp_avg"], call, lambda rest: self._torch.lion_(rest, hyper, decision))
+        return self._update(operands, ["exp_avg"], LION, hyper, decision, self._torch.lion_)
 
     def write_back_(self, operands: Operands) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         every = Operands(model=operands.model, main=operands.main, grad=operands.main)
-        return self._update(every, [], _Call(NOTHING, _Hyper(), None), self._torch.write_back_)
+        return self._update(every, [], NOTHING, None, None, lambda slow, *_: self._torch.write_back_(slow))
 
     def decode_(self, operands: Operands) -> None:
         """See :class:`megascale.kernels.Backend`."""
@@ -236,29 +225,47 @@ class NativeBackend(TorchDecisions, TorchRemainders):
             self._num_threads or torch.get_num_threads(),
         )
 
-    def _update(self, operands: Operands, names: list[str], call: _Call, slow: Callable[[Operands], Tensor]) -> Tensor:
-        """Run native.c where it supports all operands, else ``slow``. Returns the overflow flags."""
+    def _update(
+        self,
+        operands: Operands,
+        names: list[str],
+        rule: int,
+        hyper: Any,
+        decision: Decision | None,
+        slow: Callable[..., Tensor],
+    ) -> Tensor:
+        """Run one of native.c's rules where it supports all operands, else ``slow``. Returns the overflow flags.
+
+        Args:
+            names: of the state that the rule updates.
+            rule: native.c's number of it.
+            hyper, decision: None for a write-back, which has none.
+            slow: takes operands, hyperparameters and decision.
+        """
         kept = operands.tables.get(NativeBackend)
         if kept is None or kept[0] != names:
             kept = operands.tables[NativeBackend] = (names, _table(operands, names))
         table: _Table | None = kept[1]
         grads = TensorList.of(operands.grad, operands.model)
         if table is None or not _are_readable(grads):
-            return slow(operands)
+            return slow(operands, hyper, decision)
         are_alike = grads.forms.contiguous if table.forms.contiguous else grads.forms.strides == table.forms.strides
         if not are_alike:
             grads = laid_out(grads, operands.model)
         increment_version(grads.beside(operands.model))  # autograd must see that saved weights have changed
-        update, rule = self._library.update, [call.rule]
+        numbers = {} if hyper is None else dict(vars(hyper))
+        if isinstance(numbers.get("lr"), Tensor):  # on the CPU, where it is read at once
+            numbers["lr"] = float(numbers["lr"].detach().numpy())
+        update, rules = self._library.update, [rule]
         if operands.has_codes:  # compact.h's, whose rule is Adam's
-            update, rule = self._library.update_compact, []
-        decision, overflowed = call.decision, torch.empty(len(table.rows), dtype=torch.bool, device="cpu")
+            update, rules = self._library.update_compact, []
+        overflowed = torch.empty(len(table.rows), dtype=torch.bool, device="cpu")
         update(
             ctypes.byref(table.lengths),
             ctypes.byref(_Grads(grads)),
             table.rows.ctypes.data,
-            *rule,
-            ctypes.byref(call.constants),
+            *rules,
+            ctypes.byref(_Hyper(**numbers)),
             None if decision is None else decision.found_inf.data_ptr(),
             None if decision is None else decision.coefficient.data_ptr(),
             overflowed.data_ptr(),
@@ -316,9 +323,3 @@ def _table(operands: Operands, names: list[str]) -> _Table | None:
     if operands.has_codes:
         rows[:, START] = operands.start or 0
     return _Table(_Lengths(mains.forms.numels), rows, models.forms)
-
-
-def _constants(hyper: Hyper) -> _Hyper:
-    """Return a rule's hyperparameters as C has them, by name. A rate in a tensor, on the CPU, is read at once."""
-    lr = float(hyper.lr.detach().numpy()) if isinstance(hyper.lr, Tensor) else hyper.lr
-    return _Hyper(**{**vars(hyper), "lr": lr})

@@ -36,31 +36,24 @@ class Forms:
 
     Raises an error for something that has no form: see :data:`megascale.kernels.UNREADABLE`.
 
+    ``columns``: where they are known already.
+
     Attributes:
         columns: a list for each of :data:`LOOKS`, with one item per tensor.
         dtypes, shapes, strides, requires_grad: some of these.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._set([list(map(look, tensors)) for look in LOOKS])
-
-    def _set(self, columns: list[list[Any]]) -> None:
-        self.columns = columns
+    def __init__(self, tensors: Sequence[Tensor], columns: list[list[Any]] | None = None) -> None:
+        self.columns = columns = columns or [list(map(look, tensors)) for look in LOOKS]
         _, self.dtypes, self._devices, self.shapes, self.strides, self._contiguous, *flags = columns
         self._negative, self._of_inference, self.requires_grad = flags
         self._codes: list[tuple[Mapping[torch.dtype, int], NDArray[np.int64]]] = []
         self._cut: tuple[Sequence[slice], list[Forms]] | None = None
 
-    @classmethod
-    def _of(cls, columns: list[list[Any]]) -> "Forms":
-        made = cls.__new__(cls)
-        made._set(columns)
-        return made
-
     def cut(self, parts: Sequence[slice]) -> "list[Forms]":
         """Return the forms of each part of the list; the same objects while ``parts`` are the same."""
         if self._cut is None or self._cut[0] != parts:
-            self._cut = parts, [self._of([column[part] for column in self.columns]) for part in parts]
+            self._cut = parts, [Forms((), [column[part] for column in self.columns]) for part in parts]
         return self._cut[1]
 
     @cached_property
