@@ -105,7 +105,7 @@ def _operands(
     steps, mains = read.pop("step"), cast("Any", params)
     operands = Operands(mains, mains, grads, read, steps)
     # Where all tensors lie as in the step before, its tables serve.
-    places = [column.signature for column in (params, steps, *read.values())]
+    places: list[Hashable] = [(column.places, column.forms.key) for column in (params, steps, *read.values())]
     kept = _tables.setdefault(optimizer, {})
     if group not in kept or kept[group][0] != places:
         kept[group] = places, operands.tables

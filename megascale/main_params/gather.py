@@ -94,11 +94,6 @@ class GatheredBucket:
         """Whether the gather is yet to be started by :meth:`begin`."""
         return self._behind is not None
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a gather was started that some stream may have to wait for."""
-        return self._arrival is not None or self.waits_for_shard
-
     def wait(self) -> None:
         """Let the current stream wait for the gather, if one is under way. Raises where a rank is lost."""
         if self._arrival is not None and self._arrival.wait():

@@ -134,10 +134,6 @@ class MainParam:
         self.main = torch.empty_like(self.remainder, dtype=torch.float32)
         self.release()
 
-    def is_written(self) -> bool:
-        """Return whether others have written the model param since the main param agreed with it."""
-        return self.tracker is not None and self.tracker.is_written(self.slot)
-
     def check(self) -> None:
         """Raise UsageError, naming the parameter, if the form of its model param has changed."""
         model = self.model

@@ -138,7 +138,7 @@ class ParamEntries(_View[str]):
             if main is None or not main.is_copy:
                 return None
             member = source.member()
-            if member is not None and main.is_written():
+            if member is not None and main.tracker is not None and main.tracker.is_written(main.slot):
                 member.sync_from_model()
             return detached(main.value())
         return None if source.counter.skips.is_meta else layout.shared_entries(source.shared_values()).get(name)

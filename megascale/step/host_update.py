@@ -228,7 +228,12 @@ class HostUpdate(KernelUpdate):
                 if arrived is not None:
                     arrived.synchronize()
                 if are_written.item() != 0:
-                    raise _uncounted_write()
+                    raise GradientError(
+                        "a gradient was written after backward in a way that torch does not count, as through "
+                        "grad.data, by a collective or by a kernel of another library, when it had travelled to host "
+                        "memory already; that step has updated nothing. Write param.grad itself, as grad.mul_() does, "
+                        "or leave overlap_cpu_optimizer_d2h_h2d=False"
+                    )
                 with torch.no_grad():
                     findings.flags += host.apply([on_host], decision, lambda _: None)  # the host's own memory
             except Exception as error:  # whatever it is: all ranks raise it at the next step
@@ -247,14 +252,6 @@ def _here_and_there(updates: Sequence[PendingUpdate]) -> tuple[list[PendingUpdat
 
 def _buffers(pending: PendingUpdate) -> list[HostBuffers]:
     return [param.on_host for param in pending.unit.params if param.on_host is not None]
-
-
-def _uncounted_write() -> GradientError:
-    return GradientError(
-        "a gradient was written after backward in a way that torch does not count, as through grad.data, by a "
-        "collective or by a kernel of another library, when it had travelled to host memory already; that step has "
-        "updated nothing. Write param.grad itself, as grad.mul_() does, or leave overlap_cpu_optimizer_d2h_h2d=False"
-    )
 
 
 def _host_options(options: dict[str, Any]) -> dict[str, Any]:

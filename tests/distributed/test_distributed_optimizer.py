@@ -182,7 +182,7 @@ def _counted(tensors: int) -> list[Any]:
             take_step()
         others = {str(op): n for op, n in step.counts.items() if op.namespace == "c10d" and "allreduce" in str(op)}
         gather = optimizer.recipe.members[0].main_params._gather  # type: ignore[attr-defined]
-        under_way = sum(bucket.is_under_way for bucket in gather.buckets)
+        under_way = sum(bucket._arrival is not None for bucket in gather.buckets)
         counted.append([messages.sent, messages.received, others, step.host_reads, under_way])
     return counted[1:]
 

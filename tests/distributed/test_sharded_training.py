@@ -108,9 +108,9 @@ def _unused() -> dict[str, list[float]]:
         loss.backward()
         optimizer.prepare_grads()
         # Forward has not waited for a layer that it did not use; its shard is written next.
-        assert not any(bucket.is_under_way for bucket in optimizer._gather.buckets)
+        assert not any(bucket._arrival is not None for bucket in optimizer._gather.buckets)
         assert bool(optimizer.step_with_ready_grads().success)
-        assert any(bucket.is_under_way for bucket in optimizer._gather.buckets)
+        assert any(bucket._arrival is not None for bucket in optimizer._gather.buckets)
     optimizer.finish_param_gather()
     return {name: (before[name] - value).unique().tolist() for name, value in weights(module).items()}
 

@@ -1,6 +1,6 @@
 """Lists of tensors that cache addresses and forms: reading these dominates the cost of many small tensors."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -120,8 +120,3 @@ class TensorList(Sequence[Any]):
     def places(self) -> bytes:
         """A key of the addresses."""
         return self.addresses.tobytes()
-
-    @cached_property
-    def signature(self) -> Hashable:
-        """A key of the tensors' addresses and forms."""
-        return self.places, self.forms.key

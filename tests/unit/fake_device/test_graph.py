@@ -195,6 +195,23 @@ def test_a_replay_is_refused_before_it_runs(on_device: OnDevice, change: str) ->
     assert launched == 0
 
 
+def _taken_in(device: FakeDevice) -> int:
+    params = parameters(3)
+    optimizer = wrap(INNER["adamw"](params))
+    give_grads(params)
+    graph = StepGraph(optimizer)
+    MOVED["a moment"](params[0], optimizer)
+    optimizer.step()
+    with device.watch() as seen:
+        graph.replay()
+    return sum(call.kind == "replay" for call in seen)
+
+
+def test_state_that_a_step_has_taken_in_lies_in_its_place(on_device: OnDevice) -> None:
+    """An eager step has copied what a program assigned into the memory that the graph reads: replays go on."""
+    assert on_device(_taken_in) == 1
+
+
 def _held_memory(device: FakeDevice) -> list[bool]:
     """Return whether a weight's storage is there after it was replaced; after the graph has gone; after offload()."""
     params = parameters(3)
