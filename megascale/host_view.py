@@ -1,6 +1,7 @@
 """Device values that the host reads one step late, so that it need not wait for the device."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +17,18 @@ class HostView:
 
     def __init__(self) -> None:
         self._pending: _Copy | None = None
+        self._read: _Copy | None = None  # whose memory and event the next copy takes
 
     def push(self, values: Mapping[str, Tensor | float]) -> dict[str, float] | None:
         """Start copying ``values`` (one-element tensors or numbers); return what the previous push held, or None."""
         tensors = [value for value in values.values() if isinstance(value, Tensor)]
         numbers = {name: None if isinstance(value, Tensor) else float(value) for name, value in values.items()}
-        return self._push(_Copy(numbers, _row_of(tensors) if tensors else None))
+        return self._push(_Copy(numbers, _row_of(tensors) if tensors else None, self._read))
 
     def push_vector(self, names: Sequence[str], vector: Tensor) -> dict[str, float] | None:
         """Start copying the elements of ``vector``, shape [len(names)]; return what the previous push held, or None."""
         row = vector.detach().clone() if vector.device.type == "cpu" else vector.detach()
-        return self._push(_Copy(dict.fromkeys(names), row))
+        return self._push(_Copy(dict.fromkeys(names), row, self._read))
 
     def flush(self) -> dict[str, float] | None:
         """Return the last push's values, waiting for them, and forget them."""
@@ -34,6 +36,7 @@ class HostView:
 
     def _push(self, copy: "_Copy | None") -> dict[str, float] | None:
         previous, self._pending = self._pending, copy
+        self._read = previous if copy is not None else None
         return previous.read() if previous is not None else None
 
 
@@ -62,21 +65,35 @@ class _Copy:
     Args:
         numbers: by name, in the order in which they are returned; None for each element of ``row``.
         row: what is copied.
+        read: a copy that was read, whose pinned memory and event serve again: both take the driver's time to make.
     """
 
-    def __init__(self, numbers: dict[str, float | None], row: Tensor | None) -> None:
+    def __init__(self, numbers: dict[str, float | None], row: Tensor | None, read: "_Copy | None") -> None:
         self._numbers = numbers
-        self._event: torch.Event | None = None
+        self._event: Any = None
         self._buffer = row
+        self._form = None if row is None else (row.shape, row.dtype, row.device)
         if row is not None and row.device.type != "cpu":
-            self._buffer = torch.empty(row.shape, dtype=row.dtype, device="cpu", pin_memory=True)
+            if read is not None and read._form == self._form and read._buffer is not None:
+                self._buffer, self._event = read._buffer, read._event
+            else:
+                self._buffer = torch.empty(row.shape, dtype=row.dtype, device="cpu", pin_memory=True)
+                self._event = _sleeping_event(row.device)
             self._buffer.copy_(row, non_blocking=True)
-            self._event = torch.Event(row.device)
             # Without a stream it would be that of the device that is current.
-            self._event.record(torch.accelerator.current_stream(row.device))
+            module = torch.get_device_module(row.device)
+            self._event.record(getattr(module, "current_stream", torch.accelerator.current_stream)(row.device))
 
     def read(self) -> dict[str, float]:
         if self._event is not None:
             self._event.synchronize()
         copied = iter([] if self._buffer is None else self._buffer.tolist())
         return {name: next(copied) if number is None else number for name, number in self._numbers.items()}
+
+
+def _sleeping_event(device: torch.device) -> Any:
+    """Return an event for which the host sleeps, where there is one: CUDA's others spin on a core that ranks share."""
+    try:
+        return torch.get_device_module(device).Event(blocking=True)
+    except (AttributeError, TypeError):
+        return torch.Event(device)

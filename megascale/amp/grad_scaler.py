@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from copy import copy
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from megascale.step.overflow_report import OverflowReport
 from megascale.utils import call_site, validate, wording
 from megascale.utils.calls import methods_outside_of_graphs
 from megascale.utils.transfer import to_device_async
+
+_TAKE_SCALERS: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+"""Whether an optimizer's ``step()`` takes a ``grad_scaler``."""
 
 
 @methods_outside_of_graphs
@@ -328,7 +332,9 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
         """Call a ``step()`` that unscales and skips by itself, given two attributes or this scaler."""
-        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        if optimizer not in _TAKE_SCALERS:  # a look takes as long as some launches
+            _TAKE_SCALERS[optimizer] = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        if _TAKE_SCALERS[optimizer]:
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         scale, _ = self._check_scale_growth_tracker("step")
         if not state["found_inf_per_device"]:

@@ -93,8 +93,6 @@ def evened(bucket: Bucket) -> Bucket:
     borders = tuple(rank * longest for rank in range(len(bucket.borders)))
     if not bucket.numel < borders[-1] <= MOST_PADDED * bucket.numel:
         return bucket
-    placements: list[Placement] = []
-    for name, start, stop, owner in bucket.placements:
-        shift = 0 if owner is None else borders[owner] - bucket.borders[owner]
-        placements.append(Placement(name, start + shift, stop + shift, owner))
-    return Bucket(tuple(placements), borders)
+    shifts = [new - old for new, old in zip(borders, bucket.borders, strict=True)]
+    placed = ((at, shifts[at.owner or 0]) for at in bucket.placements)
+    return Bucket(tuple(at._replace(start=at.start + by, stop=at.stop + by) for at, by in placed), borders)

@@ -84,8 +84,8 @@ class BucketReduction(ABC):
         aside: the current stream of :meth:`start` is one of reductions alone, which may wait for them.
 
     Attributes:
-        kept: 1-D: the part of the bucket that this rank keeps.
-        has_scratch: whether memory of the bucket's size is held between :meth:`start` and :meth:`wait`.
+        own: where in the bucket lies what this rank keeps: its shard, or all of it.
+        kept: 1-D: that part of the bucket.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class BucketReduction(ABC):
         self.travel_dtype = travel_dtype
         self.rank = group_rank(group.shard)
         self.cuts = list(pairwise(cuts or ()))
-        self.kept = self.own_part(flat)
+        self.own = slice(*self.cuts[self.rank]) if self.cuts else slice(None)
+        self.kept = flat[self.own]
         self._is_copied = travel_dtype != flat.dtype
-        self.has_scratch = self._is_copied and not aside
         self._num_holders = group_size(group.holders)
         self.alone = self._num_holders == 1
         self._pre_divisor = self._num_holders if travel_dtype.itemsize < 4 else 1
@@ -149,13 +149,6 @@ class BucketReduction(ABC):
     def wait(self) -> None:
         """Let the current stream wait for the sum, if it was begun, divide, and free scratch."""
 
-    def own_part(self, flat: Tensor) -> Tensor:
-        """Return what this rank keeps of a bucket: its shard, or all of it."""
-        if not self.cuts:
-            return flat
-        begin, end = self.cuts[self.rank]
-        return flat[begin:end]
-
     def packed(self) -> Tensor:
         """Return the payload: the bucket itself, or a copy in ``travel_dtype``."""
         if not self._is_copied:
@@ -170,10 +163,6 @@ class BucketReduction(ABC):
             else:
                 torch.div(part, self._pre_divisor, out=packed)
         return payload
-
-    def left_to_divide(self) -> Divisor:
-        """Return the divisor that is not yet applied to the reduced payload."""
-        return 1 if self._averages else self._divisor / self._pre_divisor
 
     def sum_over_replicas(self) -> None:
         """Start to add the other copies of this shard, where it is not empty: the copies are as large."""
@@ -202,9 +191,10 @@ class CollectiveReduction(BucketReduction):
         if not self.cuts:
             self._work = all_reduce_start(payload, self.group.holders, average=self._averages)
             return
-        own = self.own_part(payload)
         shards = None if self._are_equal else [payload[begin:end] for begin, end in self.cuts]
-        self._work = reduce_scatter_start(own, payload, self.group.shard, average=self._averages, shards=shards)
+        self._work = reduce_scatter_start(
+            payload[self.own], payload, self.group.shard, average=self._averages, shards=shards
+        )
 
     @override
     def wait(self) -> None:
@@ -214,10 +204,10 @@ class CollectiveReduction(BucketReduction):
         if self._work is not None:
             self._work.wait()
         if self._payload is not self.flat:
-            self.kept.copy_(self.own_part(self._payload))
+            self.kept.copy_(self._payload[self.own])
             if self._order.is_needed:  # it may be the memory of another stream
                 keep(self._payload, current_stream(self._payload.device))
-        divide_(self.kept, self.left_to_divide())
+        divide_(self.kept, 1 if self._averages else self._divisor / self._pre_divisor)
         self._work = self._payload = None
         if self.cuts:
             self.sum_over_replicas()
@@ -228,7 +218,6 @@ class P2PReduceScatter(BucketReduction):
 
     def __init__(self, *bucket: Any, thread: ReduceThread, tag: int) -> None:
         super().__init__(*bucket)
-        self.has_scratch = False
         self._thread = thread
         self._tag = tag
         self._carried: Future[None] | None = None
@@ -270,7 +259,7 @@ class P2PReduceScatter(BucketReduction):
         exchange.wait()
         others = list(arrived.unbind())
         sources = [*others[: self.rank], own, *others[self.rank :]]
-        left = self.left_to_divide()
+        left = self._divisor / self._pre_divisor
         for begin in range(0, kept.numel(), CHUNK):
             chunk = slice(begin, begin + CHUNK)
             sum_in_order([source[chunk] for source in sources], kept[chunk], self.rank)

@@ -41,8 +41,6 @@ from megascale.utils.transfer import is_capturing, to_device_async
 ReducedHook = Callable[[Tensor], None]
 
 REDUCTIONS = ("mean", "sum")
-MOST_PENDING = 2
-"""Most reductions at the same time, where each holds scratch of its bucket's size."""
 
 # An attrgetter, as map() then runs in C: at every step, over every parameter.
 _GRAD = attrgetter("grad")
@@ -124,7 +122,6 @@ class GradSync:
         self._error: GradientError | None = None  # of a gradient of this rank, found in backward
         self._next = 0
         self._starting = Lock()  # held to change `_next` in backward, which has a thread for each device
-        self._waited = 0
         self._finished = False
         self._is_away = self._pinned = False
         self._ddp_is_absent = False
@@ -299,7 +296,7 @@ class GradSync:
             bucket.reset()
         self._divisor = None
         self._error = None
-        self._next = self._waited = 0
+        self._next = 0
         self._finished = False
 
     def require_idle(self) -> None:
@@ -360,7 +357,9 @@ class GradSync:
                 memory, tag = FlatBucket(bucket, own, dtype, first.device), tag_of(own)
                 cuts = bucket.borders if self.is_sharded else None
                 travel = self._reduce_dtype or dtype
-                side = self._side_of(memory, group)
+                side = None
+                if memory.order.is_needed and runs_on_streams(group.holders, first.device):
+                    side = self._sides[first.device] = self._sides.get(first.device) or new_stream(first.device)
                 reduction = bucket_reduction(
                     memory.flat, memory.order, group, travel, self._thread, tag, cuts=cuts, aside=side is not None
                 )
@@ -368,15 +367,6 @@ class GradSync:
         # Backward fills a bucket when it reaches the bucket's earliest parameter, and reaches late layers first.
         built.sort(key=lambda synced: -min(place[name] for name in synced.params))
         return built
-
-    def _side_of(self, memory: FlatBucket, group: GradGroup) -> torch.Stream | None:
-        """Return the stream of all reductions on a bucket's device; None where the host carries them out."""
-        device = memory.flat.device
-        if not memory.order.is_needed or not runs_on_streams(group.holders, device):
-            return None
-        if device not in self._sides:
-            self._sides[device] = new_stream(device)
-        return self._sides[device]
 
     def cut(self, sizes: Sequence[ParamSize], group: GradGroup, *, expert: bool) -> list[Bucket]:
         """Return the buckets of parameters that ``group`` reduces; ``expert``: whether they are experts'."""
@@ -485,9 +475,6 @@ class GradSync:
 
     def _start_next(self) -> None:
         """Start the next bucket's reduction. The order is the same on every rank: that of ``buckets``."""
-        while self._next - self._waited >= MOST_PENDING and self.buckets[self._waited].reduction.has_scratch:
-            self.buckets[self._waited].reduction.wait()
-            self._waited += 1
         self.buckets[self._next].start(self._current_divisor())
         self._next += 1
 

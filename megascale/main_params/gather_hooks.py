@@ -16,6 +16,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megascale.errors import UsageError
+from megascale.utils.transfer import is_capturing
+
 # Modules of torch.nn that only call their children; any other one of torch.nn may use its children's weights itself, as
 # MultiheadAttention does.
 CALLERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
@@ -53,12 +56,14 @@ class GatherHooks:
 
     def add(self, roots: Iterable[nn.Module]) -> None:
         """Hook the modules in ``roots`` that are not hooked yet."""
-        for module in (module for root in roots for module in root.modules()):
+        for top, module in ((root, module) for root in roots for module in root.modules()):
             if module not in self._handles:
                 self.are_compiled |= module in _COMPILED
+                # Only there, as to ask in each module would take as long as all else in its hook.
+                before = self._before_root if module is top else self._before_forward
                 self._handles[module] = [
                     # Before other hooks: FSDP2's and spectral_norm's read parameters.
-                    module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
+                    module.register_forward_pre_hook(_Hook(before), prepend=True),
                     # A state dict holds the parameters of the modules inside, too.
                     module.register_state_dict_pre_hook(_Hook(self._wait)),
                     module.register_load_state_dict_pre_hook(_Hook(self._wait)),
@@ -74,6 +79,16 @@ class GatherHooks:
             self.meet_compiler()
         elif (gather := self._gather()) is not None:
             gather.wait_for(params_read_by(module))
+
+    def _before_root(self, module: nn.Module) -> None:
+        """See :meth:`_before_forward`. Raises UsageError where a program's own graph captures the forward."""
+        if not torch.compiler.is_compiling() and is_capturing(next(module.parameters()).device):
+            raise UsageError(
+                f"a graph captures the forward pass of {type(module).__name__}: its replays call no hook, and would "
+                "not wait for weights that are on their way; build the optimizer without overlap_param_gather and "
+                "overlap_cpu_optimizer_d2h_h2d, by which weights arrive during forward"
+            )
+        self._before_forward(module)
 
     def _wait(self, _module: nn.Module) -> None:
         """Wait until every parameter is whole."""

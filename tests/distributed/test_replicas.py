@@ -245,6 +245,35 @@ def test_ranks_that_begin_with_different_weights_are_found(
     assert (set(begun) == set(alike)) == sharded  # broadcast, or left as they were
 
 
+def _added_in_any_order(apart: float) -> tuple[float, bool]:
+    """Return the sum of this rank's gradients, and whether the step landed.
+
+    They are sums of the same 256 parts, added in fp32 in an order of each rank's own, as atomics of a backward add
+    them. ``apart``: how far the last rank's are off, relatively.
+    """
+    module, rank = model(torch.float32), dist.get_rank()
+    optimizer = _wrapped(module)
+    for param in module.parameters():
+        parts = torch.randn(256, *param.shape, generator=torch.Generator().manual_seed(0))
+        grad = torch.zeros(param.shape)
+        for index in torch.randperm(256, generator=torch.Generator().manual_seed(rank)).tolist():
+            grad += parts[index]
+        param.grad = grad * (1 + apart * rank)
+    added = torch.cat([grad_of(param).flatten() for param in module.parameters()]).double().sum().item()
+    try:
+        return added, bool(optimizer.step().success)
+    except UsageError:
+        return added, False
+
+
+def test_noise_of_a_backward_that_adds_in_any_order_is_no_difference(ranks: RankPool) -> None:
+    """Copies whose gradients each rank computes by itself: REPLICA_TOLERANCE is above that noise, and below 0.1 %."""
+    for apart, landed in ((0.0, True), (1e-3, False)):
+        [first, second] = ranks.run(2, _added_in_any_order, apart)
+        assert first[0] != second[0]
+        assert first[1] == second[1] == landed
+
+
 def _added_apart(seeds: list[int]) -> tuple[str, int, bool]:
     module = model(torch.float16)
     sync = GradSync(module.named_parameters())

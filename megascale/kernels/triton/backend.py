@@ -40,6 +40,7 @@ from megascale.utils.transfer import is_capturing, to_device_async
 
 BLOCK = 1 << 10  # elements that a program holds at once
 MEASURED_BLOCK = 1 << 11  # of a gradient: two loads of a thread under way at once. Sums have as many lanes
+MOST_RATES = 64  # that are kept: those of all param groups, and some steps of a schedule
 FAN = 1 << 8  # chunks that one program adds up at once
 OPTIONS: dict[str, Any] = {"num_warps": 4}
 # Left to itself the assembler takes up to 150 registers for Adam's moments in codes, and 114 for its fp16 params. With
@@ -71,7 +72,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         _import_kernels()  # fails here, where the backend is asked for, if triton is not there
         self._reference = ReferenceBackend()
         self._measured: dict[Hashable, Plan] = {}  # by the forms of gradients
-        self._rates: dict[torch.device, tuple[float, Tensor]] = {}
+        self._rates: dict[tuple[torch.device, float], Tensor] = {}
 
     @property
     def _kernels(self) -> ModuleType:
@@ -323,15 +324,14 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         return device
 
     def _rate(self, lr: float | Tensor, device: torch.device) -> Tensor:
-        """Return the learning rate on the device: a float as fp64, written there only where it has changed."""
+        """Return the learning rate on the device: a float as fp64, written there once."""
         if isinstance(lr, Tensor):
             return to_device_async(lr, device)
-        known = self._rates.get(device)
-        if known is not None and known[0] == lr and not is_capturing(device):
-            return known[1]
-        rate = torch.full((), lr, dtype=stats_dtype(device), device=device)
-        if not is_capturing(device):  # a graph's own memory holds no value before its first replay
-            self._rates[device] = (lr, rate)
+        rate = self._rates.get((device, lr))
+        if rate is None or is_capturing(device):  # a graph's own memory holds no value before its first replay
+            rate = torch.full((), lr, dtype=stats_dtype(device), device=device)
+            if not is_capturing(device):
+                self._rates = {**(self._rates if len(self._rates) < MOST_RATES else {}), (device, lr): rate}
         return rate
 
     def _dtypes(self, table: DeviceTable) -> list[Any]:

@@ -97,6 +97,22 @@ def test_a_backward_that_a_program_captures_is_refused(on_device: OnDevice) -> N
     assert "StepGraph(optimizer, forward_backward)" in message
 
 
+def _capture_forward_alone(device: FakeDevice) -> str:
+    world_of_two()
+    _, loss = sharded(model(), overlap_param_gather=True)
+    loss()
+    with pytest.raises(UsageError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        loss()
+    return str(raised.value)
+
+
+def test_a_forward_that_a_program_captures_is_refused_where_weights_arrive_in_it(on_device: OnDevice) -> None:
+    """Replays would call no hook, and read weights that are on their way."""
+    message = on_device(_capture_forward_alone)
+    assert "a graph captures the forward pass of Sequential: its replays call no hook" in message
+    assert "overlap_param_gather" in message
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("row", GRAPH_ROWS)

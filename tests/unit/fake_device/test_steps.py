@@ -272,3 +272,17 @@ def test_code_depends_on_no_address_and_no_whole_number(on_device: OnDevice) -> 
     assert on_device(_specialised) == sorted(
         (kernel, name) for kernel, names in floats.items() for name in names.split()
     )
+
+
+def _of_two_rates(device: FakeDevice) -> list[int]:
+    params = parameters(4)
+    groups = [{"params": params[:2], "lr": 1e-3}, {"params": params[2:], "lr": 1e-4}]
+    steps = take_steps(device, wrap(torch.optim.AdamW(groups)), params)
+    return [seen.operators()["aten::full"] + seen.operators()["aten::fill_.Scalar"] for seen in steps]
+
+
+def test_rates_of_param_groups_are_written_once(on_device: OnDevice) -> None:
+    """Each group's has a place of its own on the device."""
+    first, *later = on_device(_of_two_rates)
+    assert first > 0
+    assert later == [0] * 3
