@@ -74,6 +74,8 @@ def sequences(tokenizer, data):
 torch.manual_seed(0)
 tokenizer, model = load(args.model)
 data = sequences(tokenizer, args.data)
+if len(data) == 0:
+    parser.error(f"--data {args.data} has fewer than --length {args.length} tokens")
 model.activation_checkpointing_enable()  # keeps what enters a layer, and computes the rest again in backward
 model.train()
 if rank == 0:

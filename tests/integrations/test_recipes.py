@@ -23,7 +23,22 @@ for _name in ("transformers", "peft", "trl", "datasets"):
 pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "examples"
-STEPS = ("--steps", "20", "--save-every", "10", "--length", "32", "--batch", "8", "--micro-batch", "2", "--lr", "3e-3")
+STEPS = (
+    "--data",
+    str(ROOT / "CHANGELOG.md"),
+    "--steps",
+    "20",
+    "--save-every",
+    "10",
+    "--length",
+    "32",
+    "--batch",
+    "8",
+    "--micro-batch",
+    "2",
+    "--lr",
+    "3e-3",
+)
 
 
 def _losses(printed: str) -> dict[str, float]:
