@@ -169,6 +169,14 @@ class StreamGroup(dist.ProcessGroup):
         every = self._exchange("all_to_all_single", [], rows, f"{mine.dtype}")
         return self._give([output], [torch.cat([ranks[self.rank()] for ranks in every])], [mine])
 
+    def gather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Given:
+        """Give the root every rank's tensor."""
+        every = self._exchange("gather", inputs, inputs, f"to {self._ranks[opts.rootRank]}")
+        places = [place for one in outputs for place in one]
+        return self._give(places, [mine for [mine] in every], inputs) if places else Given()
+
     def scatter(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> Given:
