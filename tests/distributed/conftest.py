@@ -8,47 +8,57 @@ import pytest
 from tests.fake_device.simulated import SimulatedRanks
 from tests.pool import RankPool
 
-COUNTS = "counts collectives where torch dispatches them, and sees none of a group that is a Python class"
-GLOO = "is about gloo's messages, or about tensors of the host"
-LATE = "asserts what a host without a device knows, or holds"
-NO_KERNELS = "runs what is compiled for the device, or kernels of the host"
-SPARSE = "the simulated device has no sparse tensors"
-
-NOT_SIMULATED: dict[str, str] = {
-    "test_life.py*": "tests/unit/fake_device/test_life.py has it, on devices of two ranks and of four",
-    "test_compiled_*.py*": NO_KERNELS,
-    "test_overflow_report.py*amp*native*": NO_KERNELS,
-    "test_overflow_report.py*triton*": NO_KERNELS,
-    "test_amp_grad_scaler.py::test_several_meshes_agree*": COUNTS,
-    "test_amp_grad_scaler.py::test_norm_of_dtensors_is_that_of_the_whole_tensors*": COUNTS,
-    "test_distributed_optimizer.py::test_collectives_do_not_grow_with_tensors*": COUNTS,
-    "test_grad_sync.py::test_equals_ddp_bitwise*": COUNTS,
-    "test_grad_sync.py::test_zero_ends_reductions_under_way*": COUNTS,
-    "test_muon_dtensors.py::test_bits_of_whole_matrices*": COUNTS,
-    "test_owners.py::test_collectives_*": COUNTS,
-    "test_parallel_groups_of_shards.py::test_a_chain_steps_like_one_optimizer*": COUNTS,
-    "test_replicas.py::test_plain_model_on_several_ranks_is_refused*": COUNTS,
-    "test_backend_averages.py*": GLOO,
-    "test_checkpoint.py::test_a_group_of_some_ranks_does_not_disturb_the_next_of_all*": GLOO,
-    "test_fsdp2_layouts.py::test_cpu_offload_policy*": GLOO,
-    "test_grad_sync.py::test_lost_message_is_an_error_where_it_was_lost*": GLOO,
-    "test_grad_sync.py::test_scratch_does_not_grow_with_the_model*": GLOO,
-    "test_grad_sync.py::test_sixteen_bit_reduction_divides_first*": GLOO,
-    "test_one_rank_differs.py::test_experts_are_compared_with_their_own_replicas*": GLOO,
-    "test_one_rank_differs.py::test_what_one_rank_builds_otherwise_is_named_on_all*": GLOO,
-    "test_owners.py::test_backends_by_device*": GLOO,
-    "test_remainders.py::test_a_move_keeps_remainders*": GLOO,
-    "test_sharded_checkpoint.py::test_peak_memory_stays_within_one_bucket*": GLOO,
-    "test_sharded_training.py::test_unused_parameters_neither_hang_nor_poison*": LATE,
-    "test_step_watch.py::test_collapse_ends_alike_on_all*": LATE,
-    "test_assigned_grads.py*sparse*": SPARSE,
-    "test_decision.py::test_outgrown_main_param_raises_on_every_rank*": SPARSE,
-    "test_decision.py::test_two_errors_of_one_rank_are_an_error*": SPARSE,
-    "test_decision.py::test_unusable_gradient_raises_on_every_rank*": SPARSE,
-    "test_one_rank_differs.py::test_a_setting_is_named_after_a_step_that_failed*": SPARSE,
-    "test_parallel_groups_of_shards.py::test_a_fault_in_one_part_is_heard_by_all*": SPARSE,
+NOT_SIMULATED = {
+    "tests/unit/fake_device/test_life.py has it, on devices of two ranks and of four": ("test_life.py*",),
+    "runs what is compiled for the device, or kernels of the host": (
+        "test_compiled_*.py*",
+        "test_overflow_report.py*amp*native*",
+        "test_overflow_report.py*triton*",
+    ),
+    "counts collectives where torch dispatches them, and sees none of a group that is a Python class": (
+        "test_amp_grad_scaler.py::test_norm_of_dtensors_is_that_of_the_whole_tensors*",
+        "test_amp_grad_scaler.py::test_several_meshes_agree*",
+        "test_decision.py::test_one_collective_for_any_number_of_tensors*",
+        "test_distributed_optimizer.py::test_collectives_do_not_grow_with_tensors*",
+        "test_grad_sync.py::test_equals_ddp_bitwise*",
+        "test_grad_sync.py::test_zero_ends_reductions_under_way*",
+        "test_muon_dtensors.py::test_bits_of_whole_matrices*",
+        "test_owners.py::test_collectives_*",
+        "test_parallel_groups_of_shards.py::test_a_chain_steps_like_one_optimizer*",
+        "test_replicas.py::test_plain_model_on_several_ranks_is_refused*",
+    ),
+    "is about gloo's messages, or about tensors of the host": (
+        "test_checkpoint.py::test_a_group_of_some_ranks_does_not_disturb_the_next_of_all*",
+        "test_fsdp2_layouts.py::test_cpu_offload_policy*",
+        "test_grad_sync.py::test_lost_message_is_an_error_where_it_was_lost*",
+        "test_grad_sync.py::test_scratch_does_not_grow_with_the_model*",
+        "test_grad_sync.py::test_sixteen_bit_reduction_divides_first*",
+        "test_one_rank_differs.py::test_experts_are_compared_with_their_own_replicas*",
+        "test_one_rank_differs.py::test_what_one_rank_builds_otherwise_is_named_on_all*",
+        "test_owners.py::test_backends_by_device*",
+        "test_remainders.py::test_a_move_keeps_remainders*",
+        "test_sharded_checkpoint.py::test_peak_memory_stays_within_one_bucket*",
+    ),
+    "asserts what a host without a device knows, or holds": (
+        "test_sharded_training.py::test_unused_parameters_neither_hang_nor_poison*",
+        "test_step_watch.py::test_collapse_ends_alike_on_all*",
+    ),
+    "torch.load puts storages on a device in a build with CUDA alone": (
+        "test_module_copies.py*torch.save*",
+        "test_sharded_checkpoint_variants.py::test_state_of_scalar_parameters_is_sharded*",
+        "test_state_copies.py::test_each_rank_loads_its_own*",
+        "test_state_copies.py::test_on_other_ranks_the_error_names_the_pieces*",
+    ),
+    "the simulated device has no sparse tensors": (
+        "test_assigned_grads.py*sparse*",
+        "test_decision.py::test_outgrown_main_param_raises_on_every_rank*",
+        "test_decision.py::test_two_errors_of_one_rank_are_an_error*",
+        "test_decision.py::test_unusable_gradient_raises_on_every_rank*",
+        "test_one_rank_differs.py::test_a_setting_is_named_after_a_step_that_failed*",
+        "test_parallel_groups_of_shards.py::test_a_fault_in_one_part_is_heard_by_all*",
+    ),
 }
-"""What runs on gloo alone, and why."""
+"""Why tests run on gloo alone, and which."""
 
 ONE_STEP_LATE = {
     "test_a_late_host_names_the_setting_of_the_step_before",
@@ -62,23 +72,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test of ranks on both."""
     if "ranks" in metafunc.fixturenames:
         seed = crc32(metafunc.definition.nodeid.encode()) % 100
-        at_once = metafunc.function.__name__ not in ONE_STEP_LATE
-        simulated = pytest.param((seed, at_once), id=f"simulated-{seed}", marks=pytest.mark.slow)
+        how = seed, metafunc.function.__name__ not in ONE_STEP_LATE
+        simulated = pytest.param(how, id=f"simulated-{seed}", marks=pytest.mark.slow)
         metafunc.parametrize("ranks", [pytest.param(None, id=pytest.HIDDEN_PARAM), simulated], indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what does not run there."""
-    items[:] = [item for item in items if not (_is_simulated(item) and _reason(item))]
+    items[:] = [item for item in items if not _is_left_out(item)]
 
 
-def _is_simulated(item: pytest.Item) -> bool:
-    return getattr(getattr(item, "callspec", None), "params", {}).get("ranks") is not None
-
-
-def _reason(item: pytest.Item) -> str | None:
-    name = item.nodeid.rpartition("/")[2]
-    return next((reason for pattern, reason in NOT_SIMULATED.items() if fnmatch(name, pattern)), None)
+def _is_left_out(item: pytest.Item) -> bool:
+    return getattr(getattr(item, "callspec", None), "params", {}).get("ranks") is not None and any(
+        fnmatch(item.nodeid, f"*/{pattern}") for patterns in NOT_SIMULATED.values() for pattern in patterns
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,5 +93,4 @@ def ranks(request: pytest.FixtureRequest, ranks: RankPool) -> RankPool:
     """Gloo ranks, or simulated ones, whose streams run in the order of a seed."""
     if request.param is None:
         return ranks
-    seed, at_once = request.param
-    return SimulatedRanks(request.getfixturevalue("on_device"), seed, at_once=at_once)
+    return SimulatedRanks(request.getfixturevalue("on_device"), *request.param)

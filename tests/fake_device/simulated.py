@@ -25,7 +25,7 @@ class SimulatedRanks(RankPool):
         at_once: whether a step waits for its statistics, as beside a CPU: its errors are not one step late.
     """
 
-    def __init__(self, on_device: OnDevice, seed: int, *, at_once: bool) -> None:
+    def __init__(self, on_device: OnDevice, seed: int, at_once: bool) -> None:
         super().__init__()
         self._on_device = on_device
         self._how = seed, at_once

@@ -77,14 +77,6 @@ class Stream:
         return torch.Stream(chosen)
 
 
-def _exchange_device(index: int) -> int:
-    """Let a device be the current one; none, where the number is below 0. Returns the one before."""
-    before = torch.accelerator.current_device_index()
-    if index >= 0:
-        torch.accelerator.set_device_index(index)
-    return before
-
-
 class _Event(torch.Event):
     """A class, as torch asks of objects whether they are one."""
 
@@ -110,8 +102,6 @@ REPLACED: dict[str, Any] = {
     "default_stream": lambda *_: torch.Stream("cuda"),
     "Stream": Stream,
     "Event": _Event,
-    "_exchange_device": _exchange_device,
-    "_maybe_exchange_device": _exchange_device,
     "stream": lambda stream: stream,  # a torch.Stream is a context
 }
 """What ``torch.cuda`` gets on any fake device."""

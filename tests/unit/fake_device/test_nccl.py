@@ -3,12 +3,15 @@
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from megascale.grad_sync import GradSync
+from megascale.grad_sync.sharded_sync import ShardedGradSync
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.models import model, sharded
 from tests.fake_device.process import OnDevice
@@ -69,6 +72,45 @@ def test_what_ranks_do_not_do_alike_is_named(on_device: OnDevice, case: str) -> 
     """Calls in another order, of other sizes, dtypes or roots; tensors that are not on a device of the rank's own."""
     for message in on_device.ranks(2, _refused, case):
         assert CASES[case][1] in message
+
+
+def _asked(device: FakeDevice, sharded: bool, options: dict[str, Any]) -> tuple[list[str], int]:
+    """Return the reductions that buckets ask for, and how many divisions of elements come beside them."""
+    from tests.fake_device.ranks import StreamGroup  # it is "nccl" in this process
+
+    params = [nn.Parameter(torch.zeros(24, device="cuda")) for _ in range(3)]
+    named = [(str(index), param) for index, param in enumerate(params)]
+    sync = (ShardedGradSync if sharded else GradSync)(named, bucket_numel=24, **options)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    asked, start = list[str](), StreamGroup._exchange
+
+    def exchange(*call: Any) -> Any:
+        asked.append(call[-1])
+        return start(*call)
+
+    with pytest.MonkeyPatch.context() as patched, device.watch() as seen:
+        patched.setattr(StreamGroup, "_exchange", exchange)
+        sync.finish()
+    return asked, sum(count for name, count in seen.operators().items() if "div" in name)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("world", "options", "expected"),
+    [
+        (2, {}, ("AVG", 0)),
+        pytest.param(3, {}, ("SUM", 3), marks=pytest.mark.slow),
+        pytest.param(2, {"reduction": "sum"}, ("SUM", 0), marks=pytest.mark.slow),
+        pytest.param(2, {"reduce_dtype": torch.bfloat16}, ("SUM", 3), marks=pytest.mark.slow),
+    ],
+)
+def test_an_average_spares_a_division(
+    on_device: OnDevice, world: int, options: dict[str, Any], expected: tuple[str, int], sharded: bool
+) -> None:
+    """Where its bits are those of a sum divided: for a power of two ranks and 32 bits. Lives compare the bits."""
+    for asked, divisions in on_device.ranks(world, _asked, sharded, options):
+        assert (asked, divisions) == ([expected[0]] * 3, expected[1])
 
 
 def _die_in_backward(device: FakeDevice) -> None:
