@@ -80,7 +80,7 @@ def meant(name: object, known: Collection[str]) -> str:
             one: max(len(typed), len(one))
             - sum(block.size for block in SequenceMatcher(None, typed.lower(), one.lower()).get_matching_blocks())
             for one in known
-            if re.sub(r"\D", "", one) == re.sub(r"\D", "", typed)
+            if isinstance(name, str) and re.sub(r"\D", "", one) == re.sub(r"\D", "", typed)
         }
         least = min(errors.values(), default=3)
         alike = [one for one in errors if errors[one] == least <= (2 if max(len(typed), len(one)) > 4 else 1)]
