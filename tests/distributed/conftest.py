@@ -82,14 +82,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what does not run there."""
-    items[:] = [item for item in items if not _is_left_out(item)]
-
-
-def _is_left_out(item: pytest.Item) -> bool:
-    return getattr(getattr(item, "callspec", None), "params", {}).get("ranks") is not None and any(
-        fnmatch(item.nodeid, f"*/{pattern}") for patterns in NOT_SIMULATED.values() for pattern in patterns
-    )
+    """Leave out what does not run there. Of each file one test does in `.ci/run`, all in `.ci/release`."""
+    files = set()
+    for item in [item for item in items if getattr(getattr(item, "callspec", None), "params", {}).get("ranks")]:
+        if any(fnmatch(item.nodeid, f"*/{pattern}") for patterns in NOT_SIMULATED.values() for pattern in patterns):
+            items.remove(item)
+        elif item.path in files:
+            item.add_marker(pytest.mark.release)
+        else:
+            files.add(item.path)
 
 
 @pytest.fixture(scope="module")
