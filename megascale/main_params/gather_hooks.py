@@ -9,6 +9,7 @@ for all weights from then on, and adds nothing to the graph.
 
 import sys
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
@@ -82,7 +83,10 @@ class GatherHooks:
 
     def _before_root(self, module: nn.Module) -> None:
         """See :meth:`_before_forward`. Raises UsageError where a program's own graph captures the forward."""
-        if not torch.compiler.is_compiling() and is_capturing(next(module.parameters()).device):
+        # A root may have no parameters: a loss that is a module.
+        if not torch.compiler.is_compiling() and any(
+            is_capturing(one.device) for one in islice(module.parameters(), 1)
+        ):
             raise UsageError(
                 f"a graph captures the forward pass of {type(module).__name__}: its replays call no hook, and would "
                 "not wait for weights that are on their way; build the optimizer without overlap_param_gather and "
