@@ -15,7 +15,14 @@ from megascale.grad_sync.layout import DEFAULT_ALIGNMENT, Bucket, ParamSize, Pla
 from megascale.utils import validate
 
 MOST_PADDED = 1.25
-"""How much longer a bucket may become for equal shards: on each rank in main grads, and in weights."""
+"""How much longer a bucket may become for equal shards: on each rank in main grads, and in weights.
+
+Memory sets it: if grouped operations have two thirds of the speed (an estimate: NCCL was not run), equal shards are
+faster up to 1.5. Of Qwen3-0.6B's matrices 1.25 makes all shards equal on 2, 4 and 8 ranks, for 2.4, 2.9 and
+6.7 % more elements: 22 operations a step in place of 42, 88 and 176. 1.5 gains less for its bytes: of Llama-3.2-1B's on
+2 ranks 46 operations in place of 58, for 19 % in place of 8.6. Larger matrices are few to a bucket: no limit below 2
+makes shards of Llama-3-8B's equal. test_padding_of_public_models counts all of them.
+"""
 
 
 def update_cost(shape: Sequence[int]) -> int:

@@ -106,6 +106,19 @@ class Decision:
         return Decision(*moved)
 
 
+@dataclass(frozen=True)
+class StepDecision(Decision):
+    """The decision that follows from the statistics of a step.
+
+    Attributes:
+        overflow: fp32, what ``found_inf`` is without a norm that is too large: the loss scale follows it.
+        success: bool, whether the step lands.
+    """
+
+    overflow: Tensor
+    success: Tensor
+
+
 class ScaleRule(NamedTuple):
     """The constants of a dynamic loss scale; see :class:`megascale.DynamicGradScaler`.
 
@@ -149,12 +162,14 @@ class TorchDecisions:
         }
         return torch.stack([statistics[field] for field in Statistic])
 
-    def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
+    def decide(
+        self, vector: Tensor, scale: Tensor | None, clip_grad: float, most_norm: float = math.inf
+    ) -> StepDecision:
         """See :class:`megascale.kernels.Backend`."""
         agreed = dict(zip(Statistic, vector.unbind(), strict=True))
         sum_squares = agreed[Statistic.SUM_SQUARES]
         # "not <=" also catches NaN.
-        found_inf = (
+        overflow = (
             (sum_squares <= LARGEST_SUM_SQUARES).logical_not()
             | (agreed[Statistic.NON_FINITE] > 0)
             | (agreed[Statistic.ERRORS] != 0)
@@ -168,12 +183,16 @@ class TorchDecisions:
         coefficient = unscale
         if clip_grad > 0:
             coefficient = coefficient * clip_coefficient(norm, clip_grad)
-        return Decision(
-            found_inf=found_inf.float(),
+        grad_norm = norm.float()
+        is_skipped = overflow | (grad_norm > most_norm)
+        return StepDecision(
+            found_inf=is_skipped.float(),
             coefficient=coefficient.float(),
-            grad_norm=norm.float(),
+            grad_norm=grad_norm,
             # Shares such as 1/3 do not add up exactly.
             num_zeros=agreed[Statistic.ZEROS].round(),
+            overflow=overflow.float(),
+            success=is_skipped.logical_not(),
         )
 
     def rescale_(

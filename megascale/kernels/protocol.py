@@ -1,5 +1,6 @@
 """Backend, the Protocol of kernels, and their arguments: parallel lists of local tensors."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megascale.kernels.compact_moments import is_scale
-from megascale.kernels.decision import Decision, GradWeights, ScaleRule, TensorStats
+from megascale.kernels.decision import Decision, GradWeights, ScaleRule, StepDecision, TensorStats
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 T = TypeVar("T")
@@ -121,7 +122,9 @@ class Backend(Protocol):
             scaled: 0 if this rank knows that the loss was not scaled, else 1.
         """
 
-    def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
+    def decide(
+        self, vector: Tensor, scale: Tensor | None, clip_grad: float, most_norm: float = math.inf
+    ) -> StepDecision:
         """Return the decision that follows from the agreed statistics.
 
         ``found_inf`` is set by any non-finite element, by a sum of squares beyond fp32, by an error on any rank, by
@@ -133,6 +136,8 @@ class Backend(Protocol):
             scale: fp32, shape [1], the loss scale; None: 1. Its reciprocal is taken in the statistics dtype and rounded
                 to fp32 once.
             clip_grad: largest norm of the unscaled gradients.
+            most_norm: a larger one, compared in fp32, skips the step: Megatron-Core's rule (``ChainedOptimizer.step``
+                from 0.19.2 on). As there, it is no overflow.
         """
 
     def rescale_(

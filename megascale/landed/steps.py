@@ -14,7 +14,7 @@ class StepOutcomes:
     """Tells whether a step has landed since the last call.
 
     Args:
-        optimizer: one of megascale counts its skips on the device. For any other, pass ``success``.
+        optimizer: one of megascale counts on the device which of its steps land. For any other, pass ``success``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -41,16 +41,15 @@ class StepOutcomes:
                 f"{self._name} does not tell on the device whether its steps land; pass success=..., or build this on "
                 "the megascale optimizer that wraps it"
             )
-        steps = self._counter.steps - self._steps_seen
-        if steps == 0:
+        if self._counter.steps == self._steps_seen:
             raise UsageError(
                 f"no step of {self._name} since the last call; call it after optimizer.step(), or pass success=..."
             )
-        return self._counter.skips - self._skips_seen < steps
+        return self._counter.landings > self._landings_seen
 
     def _remember(self) -> None:
         if self._counter is not None:
-            self._steps_seen, self._skips_seen = self._counter.steps, self._counter.skips.clone()
+            self._steps_seen, self._landings_seen = self._counter.steps, self._counter.landings.clone()
 
 
 def _checked(success: Any) -> Tensor | bool:

@@ -141,7 +141,7 @@ class ParamEntries(_View[str]):
             if member is not None and main.tracker is not None and main.tracker.is_written(main.slot):
                 member.sync_from_model()
             return detached(main.value())
-        return None if source.counter.skips.is_meta else layout.shared_entries(source.shared_values()).get(name)
+        return None if source.counter.landings.is_meta else layout.shared_entries(source.shared_values()).get(name)
 
 
 class StateView(_View[Any]):

@@ -31,7 +31,7 @@ class DeferredErrors:
 
     Attributes:
         consensus: votes, and names what differs between ranks.
-        times_replaced: how often :meth:`reset` was called.
+        times_replaced: how often main params were loaded, or reloaded from the model: all ranks must do that.
         on_host: whether statistics lie in host memory, where it reads them at once.
         no_errors: what :meth:`as_statistic` returns for none, and where another has counted them.
         flags: the roundings of this step and the one before, as the host learns of an overflow one step late.
@@ -48,11 +48,6 @@ class DeferredErrors:
         # Updated in place: captured graphs hold these addresses.
         self._num_overflowed = torch.zeros((), dtype=stats_dtype(device), device=device)
         self.no_errors = torch.zeros_like(self._num_overflowed)
-
-    def reset(self) -> None:
-        """Forget all errors, as main params were loaded, or reloaded from the model: all ranks must do that."""
-        self.times_replaced += 1
-        self.clear()
 
     def clear(self) -> None:
         """Forget all errors."""
@@ -103,10 +98,7 @@ class DeferredErrors:
     def record_overflows(self, overflow_flags: list[OverflowFlags]) -> None:
         """Record, on the device, which main params did not fit their model params."""
         self.flags.append(overflow_flags)
-        flags = []
-        for flagged in overflow_flags:
-            flags.append(to_device_async(flagged.overflowed, self._device))
-        if flags:
+        if flags := [to_device_async(flagged.overflowed, self._device) for flagged in overflow_flags]:
             together = flags[0] if len(flags) == 1 else torch.cat(flags)
             torch.sum(together, 0, dtype=self._num_overflowed.dtype, out=self._num_overflowed)
 

@@ -13,7 +13,8 @@ from megascale.errors import ArgumentError, GradientError, UsageError
 from megascale.grad_sync.grad_hook import owner_of, require_unowned
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.usable_grads import gradient_error
-from megascale.kernels import Decision, Forms, GradWeights, ListReader, TensorList, stats_dtype, tensor_fault
+from megascale.kernels import Forms, GradWeights, ListReader, TensorList, stats_dtype, tensor_fault
+from megascale.kernels.decision import StepDecision
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
@@ -80,7 +81,7 @@ class Collected:
     grads: TensorList
     weights: GradWeights
     error: Exception | None
-    decision: Decision | None = None
+    decision: StepDecision | None = None
 
 
 class ReadyGrads:

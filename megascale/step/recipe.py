@@ -35,6 +35,7 @@ from megascale.errors import ArgumentTypeError, InnerStepError, UsageError, list
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Decision, Statistic
+from megascale.kernels.decision import StepDecision
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import AssumedAlone, ParallelGroups
 from megascale.step import grad_stats
@@ -156,7 +157,7 @@ class StepRecipe:
 
     # The first half
 
-    def prepare(self, error: Exception | None = None, clip_grad: float | None = None) -> Decision:
+    def prepare(self, error: Exception | None = None, clip_grad: float | None = None) -> StepDecision:
         """Decide on a step, and keep it ready for :meth:`step` or :meth:`apply`.
 
         Args:
@@ -174,7 +175,7 @@ class StepRecipe:
             member.ready = replace(own, decision=decision)
         return decision
 
-    def _decided(self, error: Exception | None, clip_grad: float) -> tuple[list[Collected], Decision]:
+    def _decided(self, error: Exception | None, clip_grad: float) -> tuple[list[Collected], StepDecision]:
         """Finish, measure, agree, decide, rescale. Returns what each member will update, and the step's decision."""
         error = self._check() or error
         scaler, scaled = self.grad_scaler, self._is_loss_scaled()
@@ -183,7 +184,8 @@ class StepRecipe:
         # In here an error is counted, never raised: the other ranks wait for this one.
         collected, stats = self._measure_and_agree(error, clip_grad, scaled=scaled)
         with span("megascale.decide"):
-            overflow, decision = self._decide(stats, clip_grad)
+            scale = None if scaler is None else scaler.live_scale
+            decision = self._backend.decide(stats.vector, scale, clip_grad, self._most_norm)
         # Before the loss scale changes: a step that is refused here leaves it as it was. In a capture nothing is known.
         capturing = is_capturing(self.device)
         agreed = None if capturing else self.errors.raise_agreed(stats.vector)
@@ -193,12 +195,12 @@ class StepRecipe:
         # Observers may raise, too, so that the scale, which is state, changes after them.
         with span("megascale.rescale"):
             if scaler is not None:
-                scaler.update(overflow.found_inf)
+                scaler.update(decision.overflow)
                 self._times_asked = scaler.times_asked
         return collected, decision
 
     @property
-    def decision(self) -> Decision | None:
+    def decision(self) -> StepDecision | None:
         """What :meth:`prepare` decided, until :meth:`apply`; else None, also where a member's step was dropped."""
         decision = None
         for member in self.members:
@@ -228,19 +230,19 @@ class StepRecipe:
             raise error  # nobody waits for this rank yet, and the chain can still take its step
         return self._take(self._collected_again(ready), decision)
 
-    def _take(self, ready: Sequence[Collected], decision: Decision) -> StepResult:
+    def _take(self, ready: Sequence[Collected], decision: StepDecision) -> StepResult:
         """Take a decided step, whose tensors cannot have changed since they were checked."""
         self.discard_prepared()
         with span("megascale.update"):
             self.errors.record_overflows(self._apply_members(ready, decision))
         on_host = not is_capturing(self.device)  # a captured step on the device only: the host counts its replays
         for member in self.members:
-            member.counter.count(decision.found_inf, on_host=on_host)
+            member.counter.count(decision.success, on_host=on_host)
         with span("megascale.gather"):  # or start the gather that modules wait for
             for member in self.members:
                 member.main_params.end_step()
         self.errors.raise_local()
-        self.last_result = StepResult(decision.found_inf == 0, decision.grad_norm, decision.num_zeros)
+        self.last_result = StepResult(decision.success, decision.grad_norm, decision.num_zeros)
         return self.last_result
 
     def discard_prepared(self) -> None:
@@ -262,7 +264,8 @@ class StepRecipe:
 
     def reset_errors(self) -> None:
         """Forget recorded errors; called when main params were replaced."""
-        self.errors.reset()
+        self.errors.times_replaced += 1
+        self.errors.clear()
         for member in self.members:
             member.main_params.written_too_early.clear()
         for observer in self.observers:
@@ -313,7 +316,8 @@ class StepRecipe:
         This compiles and loads kernels and creates buffers, which is impossible while a graph is captured.
         """
         collected, stats = self._measure_and_agree(None, self.clip_grad, scaled=True)
-        _, decision = self._decide(stats, self.clip_grad)
+        scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
+        decision = self._backend.decide(stats.vector, scale, self.clip_grad, self._most_norm)
         skip = replace(decision, found_inf=torch.ones_like(decision.found_inf))
         if self.grad_scaler is not None:
             self.grad_scaler.rehearse(skip.found_inf)
@@ -322,9 +326,8 @@ class StepRecipe:
         for member in self.members:
             if isinstance(member.grad_sync, GradSync):
                 member.grad_sync.in_step_graph = True
-            member.counter.count(torch.zeros_like(skip.found_inf), on_host=False)
+            member.counter.count(torch.zeros_like(skip.success), on_host=False)
             member.main_params.end_step()
-        torch.eq(skip.found_inf, 0)  # of the result
 
     def captured(self) -> CapturedStep:
         """Return what a graph must keep of the step that was captured last."""
@@ -463,19 +466,6 @@ class StepRecipe:
                 stats = replace(stats, vector=all_reduce_sum_(stats.vector, self.groups.grad_stats))
         return collected, stats
 
-    def _decide(self, stats: GradStats, clip_grad: float) -> tuple[Decision, Decision]:
-        """Return two decisions: as overflows alone make it, for the scaler, and the step's.
-
-        The step's also skips a norm above ``config.grad_norm_skip_threshold``, compared in fp32: Megatron-Core's rule
-        (``ChainedOptimizer.step`` from 0.19.2 on). As there, such a spike is no overflow.
-        """
-        scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
-        overflow = self._backend.decide(stats.vector, scale, clip_grad)
-        if self._most_norm == math.inf:
-            return overflow, overflow
-        is_spike = (overflow.grad_norm > self._most_norm).float()
-        return overflow, replace(overflow, found_inf=torch.maximum(overflow.found_inf, is_spike))
-
     def _observe(self, agreed: Statistics | None, record: StepRecord) -> None:
         """Raise for misuse that the host now knows of, or tell the observers of a step.
 
@@ -544,7 +534,7 @@ class StepRecipe:
                 self.errors.record(error)
         return overflow_flags
 
-    def _ready(self, without: str) -> tuple[list[Collected], Decision]:
+    def _ready(self, without: str) -> tuple[list[Collected], StepDecision]:
         """Return the members' ready steps, and the decision. Raises UsageError saying ``without`` if there are none."""
         ready = [member.ready for member in self.members if member.ready is not None]
         if (decision := self.decision) is None:

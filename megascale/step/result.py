@@ -145,19 +145,19 @@ class StepCounter:
 
     Attributes:
         steps: taken since construction, landed or not.
-        skips: how many of ``steps`` were skipped: int64, 0-d, on the device. Updated in place: captured graphs hold
+        landings: how many of ``steps`` have landed: int64, 0-d, on the device. Updated in place: captured graphs hold
             this address.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.steps = 0
-        self.skips = torch.zeros((), dtype=torch.int64, device=device)
+        self.landings = torch.zeros((), dtype=torch.int64, device=device)
         self._taken_before = 0
-        self._skipped_before: int | Tensor = 0
+        self._landed_before: int | Tensor = 0
 
-    def count(self, found_inf: Tensor, *, on_host: bool) -> None:
-        """Count a step, skipped where ``found_inf``, fp32, 0-d, is 1. ``on_host``: count it among ``steps``, too."""
-        self.skips.add_(found_inf.to(torch.int64))
+    def count(self, success: Tensor, *, on_host: bool) -> None:
+        """Count a step. ``success``: bool, 0-d, whether it lands. ``on_host``: count it among ``steps``, too."""
+        self.landings.add_(success)
         self.steps += on_host
 
     @property
@@ -168,12 +168,12 @@ class StepCounter:
     @property
     def landed(self) -> Tensor:
         """All steps that landed, those before a load too: int64, 0-d, on the device."""
-        return self.taken - self.skipped
+        return self.landings + self._landed_before
 
     @property
     def skipped(self) -> Tensor:
         """All steps that were skipped, those before a load too: int64, 0-d, on the device."""
-        return self.skips + self._skipped_before
+        return self.taken - self.landed
 
     def state_dict(self) -> dict[str, int]:
         """Return both counts. Waits for the device."""
@@ -182,7 +182,7 @@ class StepCounter:
     def load_state_dict(self, counts: Mapping[str, int]) -> None:
         """Continue from counts that :func:`parse_counts` returned."""
         self._taken_before = counts["landed"] + counts["skipped"] - self.steps
-        self._skipped_before = counts["skipped"] - self.skips
+        self._landed_before = counts["landed"] - self.landings
 
 
 def parse_counts(given: Any) -> dict[str, int]:

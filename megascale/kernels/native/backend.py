@@ -5,6 +5,7 @@ fp64, with tensors whose memory layouts differ, or on other devices go to the to
 """
 
 import ctypes
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from megascale.kernels.decision import (
     Decision,
     GradWeights,
     ScaleRule,
+    StepDecision,
     TensorStats,
     TorchDecisions,
 )
@@ -150,16 +152,21 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         self._library.total(*addresses, len(weights.shares), at_errors, scaled, vector.data_ptr())
         return vector
 
-    def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
+    def decide(
+        self, vector: Tensor, scale: Tensor | None, clip_grad: float, most_norm: float = math.inf
+    ) -> StepDecision:
         """See :class:`megascale.kernels.Backend`."""
         if not _is_on_cpu(vector, scale):
-            return super().decide(vector, scale, clip_grad)
-        numbers = torch.empty(3, dtype=torch.float32, device="cpu")
+            return super().decide(vector, scale, clip_grad, most_norm)
+        numbers = torch.empty(4, dtype=torch.float32, device="cpu")
         num_zeros = torch.empty((), dtype=torch.float64, device="cpu")
+        success = torch.empty((), dtype=torch.bool, device="cpu")
         at_scale = None if scale is None else scale.data_ptr()
-        self._library.decide(vector.data_ptr(), at_scale, clip_grad, numbers.data_ptr(), num_zeros.data_ptr())
-        found_inf, coefficient, grad_norm = numbers.unbind()
-        return Decision(found_inf, coefficient, grad_norm, num_zeros)
+        self._library.decide(
+            vector.data_ptr(), at_scale, clip_grad, most_norm, *map(Tensor.data_ptr, (numbers, num_zeros, success))
+        )
+        found_inf, coefficient, grad_norm, overflow = numbers.unbind()
+        return StepDecision(found_inf, coefficient, grad_norm, num_zeros, overflow, success)
 
     def rescale_(
         self, found_inf: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, rule: ScaleRule

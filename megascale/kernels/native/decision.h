@@ -26,8 +26,9 @@ void total(const double *sum_squares, const double *non_finite, const double *ze
 
 #define REPLICA_TOLERANCE 1e-4
 
-/* Write {found_inf, coefficient, grad_norm} and the zeros from agreed statistics. scale: null for an unscaled loss. */
-void decide(const Statistics *agreed, const float *scale, double clip_grad, float *decision, double *num_zeros) {
+/* Write {found_inf, coefficient, grad_norm, overflow}, the zeros and success. scale: null for an unscaled loss. */
+void decide(const Statistics *agreed, const float *scale, double clip_grad, double most_norm, float *decision,
+            double *num_zeros, uint8_t *success) {
     double squares = agreed->sum_squares;
     int is_finite = squares <= (double)FLT_MAX; /* false for NaN */
     int is_alike = !(fabs(agreed->contrast) > REPLICA_TOLERANCE * squares);
@@ -37,9 +38,11 @@ void decide(const Statistics *agreed, const float *scale, double clip_grad, floa
         double clip = 1.0 / (norm + 1e-6) * clip_grad; /* as torch divides a number by a tensor */
         coefficient *= clip > 1.0 ? 1.0 : clip;
     }
-    decision[0] = !is_finite || agreed->non_finite > 0 || agreed->errors != 0 || !is_alike || agreed->scaled <= 0;
+    decision[3] = !is_finite || agreed->non_finite > 0 || agreed->errors != 0 || !is_alike || agreed->scaled <= 0;
     decision[1] = (float)coefficient;
     decision[2] = (float)norm;
+    decision[0] = decision[3] != 0 || decision[2] > (float)most_norm;
+    *success = decision[0] == 0;
     *num_zeros = rint(agreed->zeros); /* shares such as 1/3 do not add up exactly */
 }
 

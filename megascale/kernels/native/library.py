@@ -48,7 +48,7 @@ def load(path: Path) -> ctypes.CDLL:
         "update_compact": [pointer] * 7 + [ctypes.c_int],
         "hold": [pointer, pointer, ctypes.c_int, pointer, ctypes.c_int],
         "total": [*[pointer] * 5, count, pointer, ctypes.c_double, pointer],
-        "decide": [pointer, pointer, ctypes.c_double, pointer, pointer],
+        "decide": [pointer, pointer, ctypes.c_double, ctypes.c_double, pointer, pointer, pointer],
         "rescale": [pointer] * 5,
     }
     for name, types in arguments.items():

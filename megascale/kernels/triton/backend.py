@@ -24,6 +24,7 @@ from megascale.kernels.decision import (
     Decision,
     GradWeights,
     ScaleRule,
+    StepDecision,
     TensorStats,
     TorchDecisions,
     stats_dtype,
@@ -118,22 +119,25 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         )
         return vector
 
-    def decide(self, vector: Tensor, scale: Tensor | None, clip_grad: float) -> Decision:
+    def decide(
+        self, vector: Tensor, scale: Tensor | None, clip_grad: float, most_norm: float = math.inf
+    ) -> StepDecision:
         """See :class:`megascale.kernels.Backend`. One launch."""
         device = self._check(vector.device)
         if vector.dtype != torch.float64:
-            return super().decide(vector, scale, clip_grad)
-        numbers = torch.empty(3, dtype=torch.float32, device=device)
+            return super().decide(vector, scale, clip_grad, most_norm)
+        numbers = torch.empty(4, dtype=torch.float32, device=device)
         num_zeros = torch.empty((), dtype=torch.float64, device=device)
-        tensors = (vector, vector if scale is None else scale, numbers, num_zeros)
+        success = torch.empty((), dtype=torch.bool, device=device)
+        tensors = (vector, vector if scale is None else scale, numbers, num_zeros, success)
         self._launch(
             self._kernels.decide_kernel,
             1,
-            (*tensors, float(clip_grad), CLIP_EPSILON),
+            (*tensors, float(clip_grad), CLIP_EPSILON, float(most_norm)),
             {"SCALED": scale is not None, "CLIPS": clip_grad > 0},
         )
-        found_inf, coefficient, grad_norm = numbers.unbind()
-        return Decision(found_inf, coefficient, grad_norm, num_zeros)
+        found_inf, coefficient, grad_norm, overflow = numbers.unbind()
+        return StepDecision(found_inf, coefficient, grad_norm, num_zeros, overflow, success)
 
     def rescale_(
         self, found_inf: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, rule: ScaleRule

@@ -78,18 +78,20 @@ def total_kernel(
     tl.store(vector + SCALED_RANKS, scaled)
 
 
-@triton.jit(do_not_specialize=["vector", "scale", "numbers", "num_zeros"])
+@triton.jit(do_not_specialize=["vector", "scale", "numbers", "num_zeros", "success"])
 def decide_kernel(
     vector,
     scale,
     numbers,
     num_zeros,
+    success,
     clip_grad: tl.float64,
     epsilon: tl.float64,
+    most_norm: tl.float64,
     SCALED: tl.constexpr,
     CLIPS: tl.constexpr,
 ):
-    """Write found_inf, coefficient and grad_norm to ``numbers``, fp32, shape [3], and zeros to ``num_zeros``, fp64."""
+    """Write found_inf, coefficient, grad_norm and overflow to ``numbers``, fp32, shape [4]; zeros, fp64; success."""
     sum_squares = tl.load(vector + SUM_SQUARES)
     found = ((sum_squares <= LARGEST) == 0) | (tl.load(vector + NON_FINITE) > 0) | (tl.load(vector + ERRORS) != 0)
     found = found | (tl.abs(tl.load(vector + CONTRAST)) > tl.full((), TOLERANCE, tl.float64) * sum_squares)
@@ -102,9 +104,13 @@ def decide_kernel(
     if CLIPS:
         clip = tl.full((), 1, tl.float64) / (norm + epsilon) * clip_grad  # as torch divides a number by a tensor
         coefficient = unscale * tl.where(clip > 1, 1, clip)
-    tl.store(numbers, found.to(tl.float32))
+    grad_norm = norm.to(tl.float32)
+    is_skipped = found | (grad_norm > tl.cast(most_norm, tl.float32))
+    tl.store(numbers, is_skipped.to(tl.float32))
     tl.store(numbers + 1, coefficient.to(tl.float32))
-    tl.store(numbers + 2, norm.to(tl.float32))
+    tl.store(numbers + 2, grad_norm)
+    tl.store(numbers + 3, found.to(tl.float32))
+    tl.store(success, is_skipped == 0)
     tl.store(num_zeros, (tl.load(vector + ZEROS) + TO_WHOLE) - TO_WHOLE)
 
 

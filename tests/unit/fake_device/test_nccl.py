@@ -74,8 +74,8 @@ def test_what_ranks_do_not_do_alike_is_named(on_device: OnDevice, case: str) -> 
         assert CASES[case][1] in message
 
 
-def _asked(device: FakeDevice, sharded: bool, options: dict[str, Any]) -> tuple[list[str], int]:
-    """Return the reductions that buckets ask for, and how many divisions of elements come beside them."""
+def _asked(device: FakeDevice, sharded: bool, options: dict[str, Any]) -> tuple[list[str], int, list[str]]:
+    """Return the reductions that buckets ask for, how many divisions come beside them, and the passes before them."""
     from tests.fake_device.ranks import StreamGroup  # it is "nccl" in this process
 
     params = [nn.Parameter(torch.zeros(24, device="cuda")) for _ in range(3)]
@@ -92,25 +92,30 @@ def _asked(device: FakeDevice, sharded: bool, options: dict[str, Any]) -> tuple[
     with pytest.MonkeyPatch.context() as patched, device.watch() as seen:
         patched.setattr(StreamGroup, "_exchange", exchange)
         sync.finish()
-    return asked, sum(count for name, count in seen.operators().items() if "div" in name)
+    passes = [call.what for call in seen if call.kind in ("operator", "copy") and call.line().endswith(" packed")]
+    return asked, sum(count for name, count in seen.operators().items() if "div" in name), passes
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(
     ("world", "options", "expected"),
     [
-        (2, {}, ("AVG", 0)),
-        pytest.param(3, {}, ("SUM", 3), marks=pytest.mark.slow),
-        pytest.param(2, {"reduction": "sum"}, ("SUM", 0), marks=pytest.mark.slow),
-        pytest.param(2, {"reduce_dtype": torch.bfloat16}, ("SUM", 3), marks=pytest.mark.slow),
+        (2, {}, ("AVG", 0, [])),
+        pytest.param(3, {}, ("SUM", 3, []), marks=pytest.mark.slow),
+        pytest.param(2, {"reduction": "sum"}, ("SUM", 0, []), marks=pytest.mark.slow),
+        pytest.param(2, {"reduce_dtype": torch.bfloat16}, ("SUM", 3, ["aten::div.out"]), marks=pytest.mark.slow),
     ],
 )
 def test_an_average_spares_a_division(
-    on_device: OnDevice, world: int, options: dict[str, Any], expected: tuple[str, int], sharded: bool
+    on_device: OnDevice, world: int, options: dict[str, Any], expected: tuple[str, int, list[str]], sharded: bool
 ) -> None:
-    """Where its bits are those of a sum divided: for a power of two ranks and 32 bits. Lives compare the bits."""
-    for asked, divisions in on_device.ranks(world, _asked, sharded, options):
-        assert (asked, divisions) == ([expected[0]] * 3, expected[1])
+    """Where its bits are those of a sum divided: for a power of two ranks and 32 bits. Lives compare the bits.
+
+    What is sent in 16 bits is divided and cast in one pass over the bucket, and what is sent as it is in none.
+    """
+    operation, divisions, passes = expected
+    for found in on_device.ranks(world, _asked, sharded, options):
+        assert found == ([operation] * 3, divisions, passes * 3)
 
 
 def _die_in_backward(device: FakeDevice) -> None:

@@ -31,9 +31,12 @@ def _steps_and_replays(device: FakeDevice) -> tuple[list[Record], Record, Record
 
 
 def test_the_norm_threshold_waits_for_nothing(on_device: OnDevice) -> None:
-    """Invariant 5: no host sync in a step or a replay; a rehearsal meets all that a graph will hold."""
+    """Invariant 5: no host sync in a step or a replay; a rehearsal meets all that a graph will hold. A step asks of the
+    device what one without a threshold does.
+    """
     steps, construction, replays = on_device(_steps_and_replays)
     assert [seen.syncs() for seen in [*steps, replays]] == [[]] * 5
+    assert {len(seen.of("launch", "operator")) for seen in steps[2:]} == {7}
     assert construction.refused_in_capture() == []
     assert construction.first_met_in_capture() == set()
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import ArgumentError
+from megascale.grad_sync import owners as owners_module
 from megascale.grad_sync.layout import ParamSize, Piece, build_buckets
 from megascale.grad_sync.owners import MOST_PADDED, OwnerLoads, evened, group_by_owner, update_cost
 
@@ -158,3 +159,43 @@ def test_balance_of_public_models(name: str, ranks: int) -> None:
         even = 2 * (ranks - 1) * total / ranks
         assert max(loads.numels) <= max(1.2 * total / ranks, max(size.numel for size in sizes))
         assert max(total - numel + (ranks - 1) * numel for numel in loads.numels) <= 1.2 * even
+
+
+MATRICES: dict[str, tuple[list[Shape], int]] = {
+    "Qwen3-0.6B": ([(2048, 1024), *[(1024, 1024)] * 2, (1024, 2048), *[(3072, 1024)] * 2, (1024, 3072)], 28),
+    "Llama-3.2-1B": ([(2048, 2048), *[(512, 2048)] * 2, (2048, 2048), *[(8192, 2048)] * 2, (2048, 8192)], 16),
+    "Llama-3-8B": ([(4096, 4096), *[(1024, 4096)] * 2, (4096, 4096), *[(14336, 4096)] * 2, (4096, 14336)], 32),
+}
+"""The matrices of a layer, which Muon updates, and how many layers there are."""
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("Qwen3-0.6B", 2, [(42, 0), (22, 24), (22, 24), (22, 24), (22, 24)]),
+        ("Qwen3-0.6B", 4, [(88, 0), (22, 29), (22, 29), (22, 29), (22, 29)]),
+        ("Qwen3-0.6B", 8, [(176, 0), (50, 24), (22, 67), (22, 67), (22, 67)]),
+        ("Llama-3.2-1B", 2, [(78, 0), (78, 0), (58, 86), (46, 190), (44, 200)]),
+        ("Llama-3.2-1B", 4, [(176, 0), (176, 0), (176, 0), (140, 103), (50, 481)]),
+        ("Llama-3-8B", 2, [(448, 0), (448, 0), (448, 0), (448, 0), (256, 808)]),
+    ],
+)
+def test_padding_of_public_models(
+    monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, expected: list[tuple[int, int]]
+) -> None:
+    """What MOST_PADDED is chosen by: the operations that NCCL makes in a step, and the elements added, in per mille.
+
+    Of equal shards a reduce-scatter and an all-gather, else a reduction to each rank and a broadcast from each. For
+    limits of 1 (no padding), 1.1, 1.25, 1.5 and 2.
+    """
+    shapes, layers = MATRICES[name]
+    sizes = _sizes(shapes * layers)
+    buckets = OwnerLoads(ranks).grouped(build_buckets(sizes, ranks), {size.name: size for size in sizes})
+    numel, found = sum(size.numel for size in sizes), list[tuple[int, int]]()
+    for limit in (1.0, 1.1, 1.25, 1.5, 2.0):
+        monkeypatch.setattr(owners_module, "MOST_PADDED", limit)
+        padded = [evened(bucket) for bucket in buckets]
+        equal = sum(len({end - begin for begin, end in pairwise(bucket.borders)}) == 1 for bucket in padded)
+        added = sum(bucket.numel for bucket in padded) - numel
+        found.append((2 * equal + 2 * ranks * (len(buckets) - equal), round(1000 * added / numel)))
+    assert found == expected

@@ -25,6 +25,7 @@ sums = st.one_of(
 scales = st.one_of(st.none(), st.floats(2.0**-126, 2.0**127, width=32), st.sampled_from([3.0, 65536.0]))
 contrasts = st.one_of(st.just(0.0), st.floats(-1e30, 1e30), st.sampled_from([math.inf, math.nan]))
 clips = st.one_of(st.just(0.0), st.just(1.0), st.floats(1e-12, 1e12))
+limits = st.one_of(st.just(math.inf), st.floats(1e-300, 1e300))
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -45,8 +46,8 @@ def _scaler(backend: Backend, initial_scale: float) -> DynamicGradScaler:
     return scaler
 
 
-def _oracle(vector: list[float], scale: float | None, clip_grad: float) -> list[float]:
-    """found_inf, coefficient, norm, zeros: numpy's fp64, each result rounded once."""
+def _oracle(vector: list[float], scale: float | None, clip_grad: float, most_norm: float) -> list[float]:
+    """found_inf, coefficient, norm, zeros, overflow, success: numpy's fp64, each result rounded once."""
     sum_squares, non_finite, zeros, errors, contrast, scaled = map(np.float64, vector)
     with np.errstate(all="ignore"):
         found = not sum_squares <= FP32 or non_finite > 0 or errors > 0
@@ -57,19 +58,25 @@ def _oracle(vector: list[float], scale: float | None, clip_grad: float) -> list[
         if clip_grad > 0:
             clip = np.float64(1) / (norm + 1e-6) * clip_grad
             coefficient = unscale * (clip if not clip > 1 else 1.0)
-        return [float(found), float(np.float32(coefficient)), float(np.float32(norm)), float(np.rint(zeros))]
+        skipped = found or np.float32(norm) > np.float32(most_norm)
+        rounded = [float(np.float32(coefficient)), float(np.float32(norm)), float(np.rint(zeros))]
+        return [float(skipped), *rounded, float(found), not skipped]
 
 
 @pytest.mark.default("reference")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(sums, counts, st.one_of(counts, st.just(math.nan)), counts, contrasts, st.integers(0, 3), scales, clips)
-@example(4.0, 0.0, math.nan, 0.0, 0.0, 1, 2.0, 1.0)
-@example(FP32, 0.0, 2.5, 0.0, 0.0, 1, None, 1.0)
-@example(1.0, 0.0, 3.5, 1 / 3, 0.0, 1, 1024.0, 0.0)
-@example(4.0, 0.0, math.nan, 0.0, 4e-4, 1, 2.0, 1.0)
-@example(4.0, 0.0, math.nan, 0.0, -4.1e-4, 1, 2.0, 1.0)
-@example(4.0, 0.0, math.nan, 0.0, 0.0, 0, 2.0, 1.0)
-@example(0.0, 0.0, math.nan, 0.0, 0.0, 2, 2.0, 1.0)
+@given(sums, counts, st.one_of(counts, st.just(math.nan)), counts, contrasts, st.integers(0, 3), scales, clips, limits)
+@example(4.0, 0.0, math.nan, 0.0, 0.0, 1, 2.0, 1.0, math.inf)
+@example(FP32, 0.0, 2.5, 0.0, 0.0, 1, None, 1.0, math.inf)
+@example(1.0, 0.0, 3.5, 1 / 3, 0.0, 1, 1024.0, 0.0, math.inf)
+@example(4.0, 0.0, math.nan, 0.0, 4e-4, 1, 2.0, 1.0, math.inf)
+@example(4.0, 0.0, math.nan, 0.0, -4.1e-4, 1, 2.0, 1.0, math.inf)
+@example(4.0, 0.0, math.nan, 0.0, 0.0, 0, 2.0, 1.0, math.inf)
+@example(0.0, 0.0, math.nan, 0.0, 0.0, 2, 2.0, 1.0, math.inf)
+@example(4.0, 0.0, math.nan, 0.0, 0.0, 1, 2.0, 1.0, 1.0)
+@example(4.0, 0.0, math.nan, 0.0, 0.0, 1, 2.0, 1.0, 0.5)
+@example(4.0, 0.0, math.nan, 0.0, 0.0, 1, 2.0, 1.0, 1.0 - 1e-9)
+@example(4.0, 1.0, math.nan, 0.0, 0.0, 1, 2.0, 1.0, 0.5)
 def test_decision_equals_host_numbers(
     backend: Backend,
     sum_squares: float,
@@ -80,15 +87,18 @@ def test_decision_equals_host_numbers(
     scaled: int,
     scale: float | None,
     clip_grad: float,
+    most_norm: float,
 ) -> None:
     """Every number of the decision has the oracle's bits; a NaN is a NaN. The statistics are left as they are."""
     given_vector = [sum_squares, non_finite, zeros, errors, contrast, float(scaled)]
     device = _device(backend)
     vector = torch.tensor(given_vector, dtype=torch.float64, device=device)
-    decision = backend.decide(vector, None if scale is None else torch.tensor([scale], device=device), clip_grad)
-    numbers = [decision.found_inf, decision.coefficient, decision.grad_norm, decision.num_zeros]
-    np.testing.assert_equal([number.item() for number in numbers], _oracle(given_vector, scale, clip_grad))
-    assert [number.dtype for number in numbers] == [torch.float32] * 3 + [torch.float64]
+    held = None if scale is None else torch.tensor([scale], device=device)
+    decision = backend.decide(vector, held, clip_grad, most_norm)
+    numbers = [decision.found_inf, decision.coefficient, decision.grad_norm, decision.num_zeros, decision.overflow]
+    numbers.append(decision.success)
+    np.testing.assert_equal([number.item() for number in numbers], _oracle(given_vector, scale, clip_grad, most_norm))
+    assert [number.dtype for number in numbers] == [*[torch.float32] * 3, torch.float64, torch.float32, torch.bool]
     assert all(number.shape == () for number in numbers)
     np.testing.assert_equal(vector.tolist(), given_vector)
 

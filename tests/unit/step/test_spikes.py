@@ -71,8 +71,8 @@ def test_spikes_change_nothing(build: Any) -> None:
 
 
 @pytest.mark.native
-def test_the_threshold_costs_scalar_operators_only() -> None:
-    """No host read, and four operators on single numbers more than without it, for any number of tensors."""
+def test_the_threshold_costs_no_arithmetic() -> None:
+    """No host read, and one view more than without it, for any number of tensors: the decision compares."""
     counted = []
     for extra in ({}, {"grad_norm_skip_threshold": 8.0}):
         for count in (7, 100):
@@ -84,6 +84,4 @@ def test_the_threshold_costs_scalar_operators_only() -> None:
                     optimizer.step()
                 assert operators.host_reads == 0
             counted.append(sum(operators.counts.values()))
-    assert counted[0] == counted[1]
-    assert counted[2] == counted[3]
-    assert counted[2] - counted[0] <= 4
+    assert counted == [counted[0]] * 2 + [counted[0] + 1] * 2
