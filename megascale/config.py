@@ -152,8 +152,8 @@ class OptimizerConfig(StepConfig):
         backend: Kernels (megascale's): a name of :data:`megascale.config.BACKENDS`. "auto": the environment
             variable MEGASCALE_BACKEND, else what is fastest here, see :func:`megascale.kernels.select_backend`.
             Default: "auto".
-        compact_state: 8-bit moments and 16-bit remainders: the three fields that follow, as torch.int8, torch.uint8
-            and True (megascale's). Default: False.
+        compact_state (bool): 8-bit moments and 16-bit remainders: the three fields that follow, as torch.int8,
+            torch.uint8 and True (megascale's). Default: False.
         exp_avg_dtype: Dtype, or its name, of Adam's and Lion's first moment and of SGD's momentum buffer: float32,
             bfloat16 or float16; of Adam's and AdamW's int8, too. Arithmetic is fp32; fp64 parameters keep fp64
             moments. int8, and uint8 for the second moment, are codes (megascale's), see

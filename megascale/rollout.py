@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.base_optimizer import MegascaleOptimizer
+from megascale.errors import ArgumentTypeError
 from megascale.utils.collectives import meet
 from megascale.utils.dtensors import is_dtensor
 from megascale.utils.param_names import bare
@@ -28,7 +29,15 @@ def rollout_weights(
         model: that is trained.
         optimizer: its optimizer, any of megascale's. None: no gather of it is under way.
         dtype: to which floating point tensors are cast; None: as they are, 16 bits for 16-bit weights.
+
+    Raises ArgumentTypeError, at the first iteration, for an argument of another type.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, MegascaleOptimizer):
+        raise ArgumentTypeError(f"optimizer must be one of megascale's, or None, got {type(optimizer).__name__}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(f"dtype must be a torch.dtype such as torch.float16, or None, got {dtype!r}")
     if optimizer is not None:
         optimizer.finish_param_gather()
     state = model.state_dict()

@@ -77,19 +77,24 @@ class Contents:
 
     def digest(self) -> dict[str, int]:
         """Return a checksum of names, shapes, dtypes and primitives for each part that all ranks must agree on."""
+        parts = dict(self.trees)
+        # A program's own entries are named one by one.
+        if isinstance(user := parts.get("user"), dict) and "dict" in user:
+            parts |= {join("user", key): entry for key, entry in parts.pop("user")["dict"]}
         # JSON is what the manifest holds: NaN and -0.0 are told apart there.
-        return {part: zlib.crc32(json.dumps(tree).encode()) for part, tree in self.trees.items()}
+        return {part: zlib.crc32(json.dumps(tree).encode()) for part, tree in parts.items()}
 
     def replicated(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return tensors that every rank holds whole and with equal values: parameters, main params, optimizer state.
+        """Return tensors that every rank holds whole and with equal values.
 
-        Not buffers, which may differ under DistributedDataParallel, nor user state.
+        Parameters, main params, optimizer state and user state; not buffers, which may differ under
+        DistributedDataParallel.
         """
         params = {join("model", name) for name, _ in bare(model).named_parameters(remove_duplicate=False)}
         return {
             key: tensor
             for key, tensor in self.tensors.items()
-            if (key in params or key.startswith("optimizer/"))
+            if (key in params or key.startswith(("optimizer/", "user")))
             and not isinstance(tensor, (DTensor, ParamShard))
             and tensor.dtype not in _UNCOMPARED
         }

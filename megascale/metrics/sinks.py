@@ -5,12 +5,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from megascale.errors import ArgumentError
 from megascale.utils.atomic_files import temporary_path
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Takes rows on the first rank. No method is called before :meth:`open`, and none on other ranks."""
 

@@ -12,7 +12,7 @@ from megascale.host_view import HostView
 from megascale.metrics.sinks import Sink
 from megascale.parallel import ParallelGroups
 from megascale.utils import call_site, validate
-from megascale.utils.collectives import group_rank, raise_together
+from megascale.utils.collectives import group_rank, meet, raise_together
 
 NAMES = {"step", "seconds", "grad_norm", "scale", "skipped", "num_zeros_in_grad", "lr"}
 
@@ -51,8 +51,15 @@ class StepMetrics(AbstractContextManager["StepMetrics"]):
         self._is_first = group_rank(group) == 0
         self._view = HostView()
         self._sinks: list[Sink] = []
+        # One rank that made this alone would send its error into another collective of the others.
+        meet(group, "StepMetrics()")
         error: MegascaleError | None = None
-        for sink in sinks if self._is_first else ():
+        if not isinstance(sinks, Sequence) or not all(isinstance(sink, Sink) for sink in sinks):
+            error = ArgumentTypeError(
+                f"sinks must be a list of objects with open(), write() and close(), such as [CsvFile(path)], got "
+                f"{sinks!r}"
+            )
+        for sink in sinks if self._is_first and error is None else ():
             try:
                 sink.open(self.step)
                 self._sinks.append(sink)

@@ -16,6 +16,7 @@ from megascale.rules import ADAM, BY_KIND, BY_NAME, MUON, RULES, SECOND, kinds_w
 from megascale.rules.options import values_of
 from megascale.step.misuse import BUILD_LAST
 from megascale.utils.dtensors import is_dtensor
+from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.live_objects import objects_of
 from megascale.utils.wording import either
 
@@ -70,31 +71,41 @@ def check_belongs(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | N
 
 
 def check_policy(optimizer: torch.optim.Optimizer, grad_scaler: MegatronGradScaler | None) -> None:
-    """Raise ArgumentError where FSDP2 computes fp16 gradients of fp32 parameters, and no scale keeps them from zero.
+    """Raise ArgumentError where FSDP2's policy computes in another 16-bit format than that of the parameters.
 
-    The parameters do not tell: torch keeps the policy with the modules, for which this goes through all Python objects.
+    Or fp16 gradients of fp32 parameters, and no scale keeps them from zero. The parameters do not tell: torch keeps the
+    policy with the modules, for which this goes through all Python objects.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    ours = {id(param) for param in params if is_dtensor(param) and param.dtype == torch.float32}
-    if grad_scaler is not None or not ours:
+    dtypes = {*HALF_DTYPES} if grad_scaler is not None else {*HALF_DTYPES, torch.float32}
+    ours = {id(param) for param in params if is_dtensor(param) and param.dtype in dtypes}
+    if not ours:
         return
     from torch.distributed.fsdp import FSDPModule
 
     sharded: list[Any] = [one for one in objects_of(FSDPModule) if isinstance(one, nn.Module)]
     for root in sharded:
-        policy = getattr(root._get_fsdp_state(), "_mp_policy", None)
-        if getattr(policy, "param_dtype", None) != torch.float16:
+        computed = getattr(getattr(root._get_fsdp_state(), "_mp_policy", None), "param_dtype", None)
+        if computed not in HALF_DTYPES:
             continue
         # Modules below it that were sharded by themselves have a policy of their own.
         others = [part for part in root.modules() if part is not root and part in sharded]
         below = {id(param) for part in others for param in part.parameters()}
-        name = next((name for name, param in root.named_parameters() if id(param) in ours - below), None)
-        if name is not None:
-            raise ArgumentError(
-                f"grad_scaler is None, but fully_shard's MixedPrecisionPolicy(param_dtype=torch.float16) computes the "
-                f"gradient of {name!r}, an fp32 parameter, in fp16, where small gradients become zero; pass a "
-                "DynamicGradScaler (or ConstantGradScaler), or set param_dtype=torch.bfloat16"
-            )
+        for name, param in root.named_parameters():
+            if id(param) not in ours - below or param.dtype == computed:
+                continue
+            if param.dtype in HALF_DTYPES:
+                raise ArgumentError(
+                    f"fully_shard's MixedPrecisionPolicy(param_dtype={computed}) rounds {name!r}, which is "
+                    f"{param.dtype}, to {computed} before it computes; leave param_dtype out, or cast the model to "
+                    f"{computed}"
+                )
+            if computed == torch.float16:
+                raise ArgumentError(
+                    f"grad_scaler is None, but fully_shard's MixedPrecisionPolicy(param_dtype=torch.float16) computes "
+                    f"the gradient of {name!r}, an fp32 parameter, in fp16, where small gradients become zero; pass a "
+                    "DynamicGradScaler (or ConstantGradScaler), or set param_dtype=torch.bfloat16"
+                )
 
 
 def check_grad_scaler(grad_scaler: Any) -> None:

@@ -128,7 +128,8 @@ class StallWatch(StepObserver):
             call_site.warn(
                 f"no gradient, or none but zeros, in {self._zeros} steps in a row: small gradients are lost below the "
                 "smallest number of 16 bit (raise the loss scale; clip with optimizer.clip_grad, not by hand, where "
-                "gradients are still scaled), or the loss does not depend on the parameters, or backward() is missing",
+                "gradients are still scaled), or the loss does not depend on the parameters (in RL: rewards are equal, "
+                "so that all advantages are 0), or backward() is missing",
                 RuntimeWarning,
             )
         # Gradients that were clipped before they were unscaled have the limit as their norm, step after step.

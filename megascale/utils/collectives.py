@@ -380,8 +380,8 @@ def meet(group: ProcessGroup | None, call: str) -> None:
         if waited > limit or (waited > PATIENCE_S and not has_warned):
             missing = [rank for rank in ranks if rank != me and not store.check([f"{key}/{rank}"])]
             story = (
-                f"{call} on rank {me} waits for ranks {missing}: all of {list(ranks)} call it together, as each holds "
-                "a part of what it gathers. Call it on every rank, and keep the result on one"
+                f"{call} on rank {me} waits for ranks {missing}: all of {list(ranks)} call it together. Call it on "
+                "every rank, also where one alone uses the result"
             )
             if waited > limit:
                 store.add(key, -1)  # a later call on all ranks is the same meeting

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from reprlib import repr as short  # a model would fill the screen
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ LARGEST_SCALE = 2.0**127
 def real(name: str, value: Any) -> float:
     """Return ``value`` as a finite float. Raises ArgumentTypeError (bool, non-number) or ArgumentError (NaN, inf)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentTypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be a number, got {short(value)} of type {type(value).__name__}")
     try:
         number = float(value)
     except OverflowError:
@@ -67,7 +68,7 @@ def scale(name: str, value: Any) -> float:
 def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
     """Return ``value`` as an int from ``minimum`` to ``maximum``. Bools and floats are refused."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be an integer, got {short(value)} of type {type(value).__name__}")
     if value < minimum:
         raise ArgumentError(f"{name} must be {minimum} or more, got {value!r}")
     if maximum is not None and value > maximum:
@@ -78,7 +79,7 @@ def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) 
 def flag(name: str, value: Any) -> bool:
     """Return ``value`` if it is a bool."""
     if not isinstance(value, bool):
-        raise ArgumentTypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be True or False, got {short(value)} of type {type(value).__name__}")
     return value
 
 

@@ -145,7 +145,8 @@ def _save_refused(directory: Path) -> list[str]:
     other, _ = build(0, torch.float16 if rank == 0 else torch.bfloat16)
     return [
         message_of(ArgumentTypeError, lambda: save(directory, 2, model, user_state=None if rank == 0 else {1, 2})),
-        message_of(CheckpointError, lambda: save(directory, 2, model, user_state={"epoch": rank})),
+        message_of(CheckpointError, lambda: save(directory, 2, model, user_state={"seed": 1, "epoch": rank})),
+        message_of(CheckpointError, lambda: save(directory, 2, model, user_state={"seen": torch.tensor([rank])})),
         message_of(CheckpointError, lambda: save(directory, 2 + rank, model)),
         message_of(CheckpointError, lambda: save(directory, 2, other)),
         message_of(CheckpointError, lambda: save(directory, 1, model)),
@@ -159,7 +160,8 @@ def test_refused_saves_and_loads_are_alike_on_all_ranks(ranks: RankPool, tmp_pat
     assert messages[0] == messages[1]
     expected = (
         "rank 1: user is a builtins.set",
-        "ranks save different contents: user is ",
+        "ranks save different contents: user/epoch is ",
+        "ranks hold other values of 'user/seen'",
         "ranks save different contents: step is 2 on rank 0 and 3 on rank 1 ",
         "ranks save different contents: model is ",
         ".*step_00000001 exists already",

@@ -20,12 +20,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig, ParallelGroups, cast_model
+from megascale import (
+    DistributedOptimizer,
+    DynamicGradScaler,
+    MixedPrecisionOptimizer,
+    OptimizerConfig,
+    ParallelGroups,
+    cast_model,
+)
 from megascale.amp import GradScaler
 from megascale.checkpoint import Checkpointer
 from megascale.debug import report_overflows
 from megascale.errors import (
     ArgumentError,
+    ArgumentTypeError,
     CheckpointError,
     GradientError,
     InnerStepError,
@@ -33,6 +41,7 @@ from megascale.errors import (
     UsageError,
 )
 from megascale.grad_sync import GradSync
+from megascale.metrics import StepMetrics
 from megascale.rollout import rollout_weights
 from megascale.utils import collectives
 from tests.meshes import mesh_of
@@ -116,6 +125,20 @@ def _fp16_policy_without_a_scaler() -> None:
     fully_shard(model[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
     fully_shard(model)
     MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters()))
+
+
+def _bf16_policy_over_fp16() -> None:
+    model = nn.Linear(4, 4, dtype=torch.float16)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters()), grad_scaler=DynamicGradScaler())
+
+
+def _a_path_for_a_sink() -> None:
+    StepMetrics(None, ["steps.csv"])  # type: ignore[list-item]
+
+
+def _metrics_on_one_rank() -> None:
+    _on_the_first_rank(StepMetrics)
 
 
 def _built_before_fully_shard() -> None:
@@ -290,6 +313,9 @@ ROWS = [
     Refusal("ZeRO-1 over FSDP1", _fsdp1_zero1, ArgumentError, "fully_shard (FSDP2)", 2),
     Refusal("DDP.join() with uneven batches", _uneven_batches, UsageError, "throw_on_early_termination=True", 2),
     Refusal("an fp16 policy, no scaler", _fp16_policy_without_a_scaler, ArgumentError, "pass a DynamicGradScaler", 2),
+    Refusal("fp16 under a bf16 policy", _bf16_policy_over_fp16, ArgumentError, "leave param_dtype out", 2),
+    Refusal("a path for a sink", _a_path_for_a_sink, ArgumentTypeError, "[CsvFile(path)]", 2),
+    Refusal("StepMetrics on one rank", _metrics_on_one_rank, UsageError, "Call it on every rank", 2, True),
     Refusal("an optimizer built before fully_shard", _built_before_fully_shard, UsageError, _LAST, 2),
     Refusal("named_parameters from after fully_shard", _named_after_fully_shard, ArgumentError, _LAST, 2),
     Refusal("an optimizer built before to_empty", _built_before_to_empty, ArgumentError, _LAST),
