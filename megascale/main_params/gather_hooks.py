@@ -9,7 +9,7 @@ for all weights from then on, and adds nothing to the graph.
 
 import sys
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megascale.errors import UsageError
-from megascale.utils.transfer import is_capturing
 
 # Modules of torch.nn that only call their children; any other one of torch.nn may use its children's weights itself, as
 # MultiheadAttention does.
@@ -49,6 +48,7 @@ class GatherHooks:
     def __init__(self, gather: Gather) -> None:
         self.are_compiled = False
         self._gather = ref(gather)
+        self._is_capturing: Callable[[], bool] = bool
         self._handles: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
         self.remove = finalize(gather, _remove, self._handles)
         self.remove.atexit = False
@@ -57,14 +57,17 @@ class GatherHooks:
 
     def add(self, roots: Iterable[nn.Module]) -> None:
         """Hook the modules in ``roots`` that are not hooked yet."""
-        for top, module in ((root, module) for root in roots for module in root.modules()):
+        for module in chain.from_iterable(root.modules() for root in roots):
             if module not in self._handles:
                 self.are_compiled |= module in _COMPILED
-                # Only there, as to ask in each module would take as long as all else in its hook.
-                before = self._before_root if module is top else self._before_forward
+                for param in islice(module.parameters(recurse=False), 1):
+                    # Of the current device, which a capture's is: is_capturing() takes as long as all else in a hook.
+                    self._is_capturing = getattr(
+                        getattr(torch, param.device.type, None), "is_current_stream_capturing", bool
+                    )
                 self._handles[module] = [
                     # Before other hooks: FSDP2's and spectral_norm's read parameters.
-                    module.register_forward_pre_hook(_Hook(before), prepend=True),
+                    module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
                     # A state dict holds the parameters of the modules inside, too.
                     module.register_state_dict_pre_hook(_Hook(self._wait)),
                     module.register_load_state_dict_pre_hook(_Hook(self._wait)),
@@ -75,24 +78,20 @@ class GatherHooks:
         return module in self._handles
 
     def _before_forward(self, module: nn.Module) -> None:
-        """Wait for the parameters that the module's forward reads; in compiled code, once for all."""
+        """Wait for the parameters that the module's forward reads; in compiled code, once for all.
+
+        Raises UsageError where a program's own graph captures the forward of a module that is trained.
+        """
         if torch.compiler.is_compiling():
             self.meet_compiler()
         elif (gather := self._gather()) is not None:
+            if self._is_capturing() and any(param.requires_grad for param in params_read_by(module)):
+                raise UsageError(
+                    f"a graph captures the forward pass of {type(module).__name__}: its replays call no hook, and "
+                    "would not wait for weights that are on their way; build the optimizer without "
+                    "overlap_param_gather and overlap_cpu_optimizer_d2h_h2d, by which weights arrive during forward"
+                )
             gather.wait_for(params_read_by(module))
-
-    def _before_root(self, module: nn.Module) -> None:
-        """See :meth:`_before_forward`. Raises UsageError where a program's own graph captures the forward."""
-        # A root may have no parameters: a loss that is a module.
-        if not torch.compiler.is_compiling() and any(
-            is_capturing(one.device) for one in islice(module.parameters(), 1)
-        ):
-            raise UsageError(
-                f"a graph captures the forward pass of {type(module).__name__}: its replays call no hook, and would "
-                "not wait for weights that are on their way; build the optimizer without overlap_param_gather and "
-                "overlap_cpu_optimizer_d2h_h2d, by which weights arrive during forward"
-            )
-        self._before_forward(module)
 
     def _wait(self, _module: nn.Module) -> None:
         """Wait until every parameter is whole."""

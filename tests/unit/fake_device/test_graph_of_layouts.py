@@ -95,20 +95,27 @@ def test_a_backward_that_a_program_captures_is_refused(on_device: OnDevice) -> N
     assert "StepGraph(optimizer, forward_backward)" in message
 
 
-def _capture_forward_alone(device: FakeDevice) -> str:
+def _capture_forward_alone(device: FakeDevice) -> list[str]:
+    """Return the errors of captures of a whole model's forward, and of a submodule's; one that is frozen has none."""
     world_of_two()
-    _, loss = sharded(model(), overlap_param_gather=True)
-    loss()
-    with pytest.raises(UsageError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        loss()
-    return str(raised.value)
+    module = nn.Sequential(nn.Linear(4, 4).half().cuda().requires_grad_(False), model())
+    _optimizer, _ = sharded(module, overlap_param_gather=True)
+    batch, errors = torch.ones(2, 4, dtype=torch.float16, device="cuda"), []
+    for captured in (module, module.get_submodule("1.0"), module[0]):
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                captured(batch)
+        except UsageError as error:
+            errors.append(str(error))
+    return errors
 
 
 def test_a_forward_that_a_program_captures_is_refused_where_weights_arrive_in_it(on_device: OnDevice) -> None:
-    """Replays would call no hook, and read weights that are on their way."""
-    message = on_device(_capture_forward_alone)
-    assert "a graph captures the forward pass of Sequential: its replays call no hook" in message
-    assert "overlap_param_gather" in message
+    """Replays would call no hook, and read weights that are on their way: also those of a part of the model."""
+    whole, part = on_device(_capture_forward_alone)
+    assert whole == part
+    assert "a graph captures the forward pass of Linear: its replays call no hook" in part
+    assert "overlap_param_gather" in part
 
 
 @pytest.mark.slow
