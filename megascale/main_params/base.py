@@ -39,6 +39,9 @@ class MainParams:
     is_sharded = False
     """Whether each rank keeps only its pieces."""
 
+    everywhere: Mapping[str, nn.Parameter] = {}
+    """By name, the model params of which other ranks hold other shards."""
+
     are_whole = True
     """Whether a main param has the shape of its parameter on every rank that owns it."""
 
@@ -58,7 +61,7 @@ class MainParams:
         self._explicit_names = {id(param): (name, param) for name, param in named}
         self._by_id: dict[int, MainParam] = {}
         self._known: list[list[nn.Parameter]] = []
-        self._tracker = WriteTracker([])
+        self.tracker = WriteTracker([])
         self._frozen: list[nn.Parameter] = []
         self._trained: list[bool] = []
         self._units: list[UpdateUnit] | None = None
@@ -75,12 +78,12 @@ class MainParams:
         """
         self.wait()
         made: list[MainParam] = []
-        written = self._tracker.written()
+        written = self.tracker.written()
         if not self._is_unchanged(param_groups):
             self.residence.require_here("a change of param_groups")
             _list_params(param_groups)
             made = self._add_new(param_groups)
-            written = self._tracker.written()
+            written = self.tracker.written()
         if written:
             self._take_written(written)
         return made
@@ -93,17 +96,13 @@ class MainParams:
         for index in written:
             params[index].check()
         # Tables hold addresses, and two params may share memory now.
-        if self._tracker.moved():
+        if self.tracker.moved():
             check_apart([(param.name, param.model) for param in params])
             self.restore()
             self._units = None
-            written = self._tracker.written()
+            written = self.tracker.written()
         for index in written:
             params[index].sync_from_model()
-
-    def are_written(self) -> bool:
-        """Whether torch has counted an outside write to a model param since :meth:`sync_from_model`."""
-        return self._tracker.have_new_versions()
 
     def _is_unchanged(self, param_groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the groups hold the same parameters as before, and the same of them are frozen."""
@@ -113,52 +112,20 @@ class MainParams:
             params = group["params"]
             if type(params) is not list or len(params) != len(known) or not all(map(is_, params, known)):
                 return False
-        return self._tracker.requires_grad == self._trained and not any(map(_REQUIRES_GRAD, self._frozen))
+        return self.tracker.requires_grad == self._trained and not any(map(_REQUIRES_GRAD, self._frozen))
 
     @torch.no_grad()
     def _add_new(self, param_groups: Sequence[dict[str, Any]]) -> list[MainParam]:
         """Create main params for parameters that have none, and order all of them."""
-        self._check_listed_once(param_groups)
         names: dict[int, str] = {}
+        seen: set[int] = set()
         unseen: dict[str, nn.Parameter] = {}
         group_of: dict[str, int] = {}
         for index, group in enumerate(param_groups):
             for param in group["params"]:
                 if not issubclass(kind := type(param), Tensor):
                     raise ArgumentTypeError(f"params of a param group holds a {kind.__name__}; give parameters")
-                if param.requires_grad and id(param) not in self._by_id:
-                    names = names or self.names(param_groups)
-                    name = names[id(param)]
-                    check_trainable(name, param)
-                    unseen[name] = param
-                    group_of[name] = index
-        known = [self._by_id[id(p)] for group in param_groups for p in group["params"] if id(p) in self._by_id]
-        check_apart([*((param.name, param.model) for param in known), *unseen.items()])
-        if not self.is_sharded:
-            # Parameters may be replaced, as by Accelerate under FSDP2: the old ones must not stay in memory.
-            here = {id(param) for group in param_groups for param in group["params"]}
-            self._by_id = {key: param for key, param in self._by_id.items() if key in here}
-        made = self.make(unseen, group_of) if unseen else []
-        self._by_id.update({id(param.model): param for param in made})
-        self.ordered = [[self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id] for group in param_groups]
-        self._known = [list(group["params"]) for group in param_groups]
-        self._frozen = [param for group in self._known for param in group if id(param) not in self._by_id]
-        # The new tracker goes on with what was recorded of each model param.
-        self._tracker = WriteTracker(param.model for param in self)
-        for index, main in enumerate(self):
-            if main.tracker is not None:
-                self._tracker.remember(index, main.tracker, main.slot)
-            main.tracker, main.slot = self._tracker, index
-        self._trained = self._tracker.requires_grad
-        self._units = None
-        return made
-
-    def _check_listed_once(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Raise ArgumentError, naming it, for a parameter that several updates of one step would write."""
-        seen: set[int] = set()
-        for index, group in enumerate(param_groups):
-            for param in group["params"]:
-                if id(param) in seen:
+                if id(param) in seen:  # several updates of one step would write it
                     known = self._by_id.get(id(param))
                     name = known.name if known is not None else self._explicit_names.get(id(param), (None,))[0]
                     story = "a parameter" if name is None else repr(name)
@@ -166,6 +133,30 @@ class MainParams:
                         f"param_groups[{index}] holds {story} that param_groups held before; list each parameter once"
                     )
                 seen.add(id(param))
+                if param.requires_grad and id(param) not in self._by_id:
+                    names = names or self.names(param_groups)
+                    check_trainable(names[id(param)], param)
+                    unseen[names[id(param)]] = param
+                    group_of[names[id(param)]] = index
+        before = [self._by_id[id(p)] for group in param_groups for p in group["params"] if id(p) in self._by_id]
+        check_apart([*((param.name, param.model) for param in before), *unseen.items()])
+        if not self.is_sharded:
+            # Parameters may be replaced, as by Accelerate under FSDP2: the old ones must not stay in memory.
+            self._by_id = {key: param for key, param in self._by_id.items() if key in seen}
+        made = self.make(unseen, group_of) if unseen else []
+        self._by_id.update({id(param.model): param for param in made})
+        self.ordered = [[self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id] for group in param_groups]
+        self._known = [list(group["params"]) for group in param_groups]
+        self._frozen = [param for group in self._known for param in group if id(param) not in self._by_id]
+        # The new tracker goes on with what was recorded of each model param.
+        self.tracker = WriteTracker(param.model for param in self)
+        for index, main in enumerate(self):
+            if main.tracker is not None:
+                self.tracker.remember(index, main.tracker, main.slot)
+            main.tracker, main.slot = self.tracker, index
+        self._trained = self.tracker.requires_grad
+        self._units = None
+        return made
 
     def names(self, param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
         """Return the name of every parameter by id: as given, else its group's ``param_names``, else its position.
@@ -195,17 +186,13 @@ class MainParams:
     def __iter__(self) -> Iterator[MainParam]:
         return (param for group in self.ordered for param in group)
 
-    def all_sharded_params(self) -> Mapping[str, nn.Parameter]:
-        """Return, by name, the model params of which other ranks hold other shards; none where they are not sharded."""
-        return {}
-
     def get(self, param: Tensor) -> MainParam | None:
         """Return the main param of a model param, or None."""
         return self._by_id.get(id(param))
 
     def keeps(self, param: nn.Parameter) -> bool:
-        """Whether this optimizer can hold state of ``param``."""
-        return True
+        """Whether this optimizer can hold state of ``param``: not of one that is frozen, where ranks hold shards."""
+        return not self.is_sharded or id(param) in self._by_id
 
     def units(self) -> list[UpdateUnit]:
         """Return the units, in the order of the update."""
@@ -258,22 +245,21 @@ class MainParams:
 
     def get_or_create(self, param: nn.Parameter, name: str) -> MainParam | None:
         """Return the main param of ``param``, made if ``param`` is frozen and has none; None if it can have none."""
-        if id(param) not in self._by_id:
+        if not self.is_sharded and id(param) not in self._by_id:
             [made] = self.make({name: param}, {})
             self._by_id[id(param)] = made
             made.tracker = WriteTracker([param])
-        return self._by_id[id(param)]
+        return self._by_id.get(id(param))
 
     def restore(self) -> None:
         """Bring model params whose storage was replaced back to where this optimizer keeps them.
 
         Here it does nothing: replaced storage counts as a write.
         """
-        return
 
     def mark_written(self, unit: UpdateUnit) -> None:
         """Record that the model params of one unit have just been written, as the roundings of their main params."""
-        self._tracker.take_written(unit.slots)
+        self.tracker.take_written(unit.slots)
 
     def wait(self) -> None:
         """Wait until every model param is whole on every rank, and back from host memory."""
@@ -294,7 +280,6 @@ class MainParams:
 
     def end_step(self) -> None:
         """End a step: model params are whole on every rank, or will be when a module needs them. Here they are."""
-        return
 
     def why_not_capturable(self) -> str | None:
         """Return why :meth:`end_step` cannot be part of a device's graph; None where it can."""
@@ -307,11 +292,15 @@ class MainParams:
         """
         known = self._by_id.get(id(param))
         like = param if known is None or known.on_host is None else known.main  # which is in host memory
-        return place_scales(value, like, dtype) if group > 1 else _place_like(value, like, dtype)
-
-    def local_part(self, param: MainParam, value: Tensor) -> Tensor:
-        """Return this rank's part of ``value``, a live tensor of the model param's shape."""
-        return value
+        if group > 1:
+            return place_scales(value, like, dtype)
+        with torch.no_grad():
+            if is_dtensor(like) and not is_dtensor(value):
+                value = distribute_like(value, like)
+            elif is_dtensor(value) and not is_dtensor(like):
+                value = full_tensor(value)
+            placed = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+            return placed.copy_(value)
 
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
         """Return tensors of ``param`` as a state dict holds them: whole, or as ParamShards of the live ones.
@@ -321,8 +310,10 @@ class MainParams:
         return {key: detached(value).clone() if copy else detached(value) for key, value in values.items()}
 
     def model_shards(self) -> dict[int, ParamShard]:
-        """Return, by id of the parameter, this rank's piece of every sharded model param, live; here none."""
-        return {}
+        """Return, by id of the parameter, this rank's piece of every sharded model param, live."""
+        self.wait()
+        sharded = (param for param in self if param.shard is not None)
+        return {id(param.model): ParamShard(param.part.view(-1), param.model.shape, param.start) for param in sharded}
 
     def agree(self, error: Exception | None) -> None:
         """Raise ``error``, if there is one; also on the ranks that hold other shards, which call this together."""
@@ -335,7 +326,6 @@ class MainParams:
         Here no rank holds any. ``states``: returns portable state, by id of the parameter. Where ranks hold shards, an
         error that it raises on one rank is raised by all.
         """
-        return
 
     def export_state(self, param: MainParam, state: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
         """Return the optimizer's state of ``param`` with its tensors as :meth:`export` returns them."""
@@ -345,17 +335,6 @@ class MainParams:
     def own_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what this rank keeps of a saved state; None where each tensor's shape tells: :meth:`to_local`."""
         return None
-
-
-def _place_like(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a new tensor with the values of ``value`` and the device, strides and placements of ``like``."""
-    with torch.no_grad():
-        if is_dtensor(like) and not is_dtensor(value):
-            value = distribute_like(value, like)
-        elif is_dtensor(value) and not is_dtensor(like):
-            value = full_tensor(value)
-        placed = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
-        return placed.copy_(value)
 
 
 def _list_params(param_groups: Sequence[dict[str, Any]]) -> None:

@@ -32,7 +32,8 @@ class GatheredBucket:
         shards = [self.memory.flat[begin:end] for begin, end in pairwise(self.memory.bucket.borders)]
         self._uneven = None if len(set(map(Tensor.numel, shards))) == 1 else shards
         self._arrival: Arrival | None = None
-        self._behind: Callable[[], None] | None = None
+        self.behind: Callable[[], None] | None = None
+        """Waits for this rank's shard; the gather is yet to be started, by :meth:`begin`."""
         self._is_replaced = False
         self._watch: WriteWatch | None = None
         self._written_too_early = written_too_early
@@ -68,7 +69,7 @@ class GatheredBucket:
             arrival = self._thread.submit(partial(self._gather_behind, behind))
             self._arrival = Arrival(partial(self._thread.result, arrival), device)
         else:
-            self._behind = behind
+            self.behind = behind
 
     def watch(self) -> None:
         """Find out, when the gather is first waited for, which params were written meanwhile, and so replaced."""
@@ -76,7 +77,7 @@ class GatheredBucket:
 
     def begin(self) -> None:
         """Start a gather that waits for this rank's shard: the host waits until that is on its way."""
-        behind, self._behind = self._behind, None
+        behind, self.behind = self.behind, None
         if behind is not None:
             behind()
             self._arrival = Arrival(self._gathering().wait, self.memory.flat.device)
@@ -88,11 +89,6 @@ class GatheredBucket:
     def _gathering(self) -> Pending:
         shard, tag = self.memory.shard(self.synced.rank), self.synced.tag | GATHER_BIT
         return all_gather_start(self.memory.flat, shard, self.synced.group.shard, tag, self._uneven)
-
-    @property
-    def waits_for_shard(self) -> bool:
-        """Whether the gather is yet to be started by :meth:`begin`."""
-        return self._behind is not None
 
     def wait(self) -> None:
         """Let the current stream wait for the gather, if one is under way. Raises where a rank is lost."""
@@ -155,24 +151,23 @@ class ParamGather:
             if self.overlap:
                 bucket.watch()
         if not self.overlap or self._hooks.are_compiled:
-            self._end()
+            # On behalf of all streams that wait for the current one later: the gather is a part of the step.
+            _begin(self.buckets)
+            for bucket in self.buckets:
+                bucket.end()
 
     def wait(self) -> None:
         """Wait until every parameter is whole."""
         _wait(self.buckets)
-
-    def _end(self) -> None:
-        """Wait, on behalf of all streams that wait for the current one later: the gather is a part of the step."""
-        _begin(self.buckets)
-        for bucket in self.buckets:
-            bucket.end()
 
     def wait_for(self, params: Iterable[nn.Parameter]) -> None:
         """Wait until these parameters are whole."""
         for param in params:
             bucket = self._bucket_of.get(id(param))
             if bucket is not None:
-                if bucket.waits_for_shard:  # one lookup per parameter of each forward, where nothing is in host memory
+                if (
+                    bucket.behind is not None
+                ):  # one lookup per parameter of each forward, where nothing is in host memory
                     _begin(self.buckets)
                 bucket.wait()
 

@@ -7,7 +7,7 @@ whole number of groups (uneven sharding is allowed then); otherwise it is [group
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from megascale.kernels.compact_moments import GROUP, decode_moments, is_scale, n
 from megascale.rules import MOMENT_CODES
 from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import first_row, is_dtensor, placed_like, row_cuts, to_local
-
-if TYPE_CHECKING:
-    pass
 
 
 def has_whole_groups(tensor: Tensor) -> bool:

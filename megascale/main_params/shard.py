@@ -7,6 +7,7 @@ be read back by any number of ranks, sharded or whole, without a gather.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,30 +37,22 @@ class Box:
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Cut [start, stop) of the flattened ``shape`` (row-major) into at most 2 * ndim - 1 boxes, in order."""
-    for offsets, sizes, first in _boxes(tuple(shape), start, stop):
-        yield Box(offsets, sizes, first - start, first - start + math.prod(sizes))
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Yield offsets, sizes and first flat position of each box."""
     if start >= stop:
         return
     if len(shape) <= 1:
-        yield ((start,), (stop - start,), start) if shape else ((), (), 0)
+        yield Box((start,), (stop - start,), 0, stop - start) if shape else Box((), (), 0, 1)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-
-    def inside(index: int, begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        for offsets, sizes, position in _boxes(shape[1:], begin - index * row, end - index * row):
-            yield (index, *offsets), (1, *sizes), position + index * row
-
-    if start < first * row:
-        yield from inside(first - 1, start, min(stop, first * row))
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row
-    if last * row < stop and last >= first:
-        yield from inside(last, last * row, stop)
+    # What is there of a row that is cut, whole rows, and what is there of a row that is cut.
+    first, last = min(stop, -(-start // row) * row), max(start, stop // row * row)
+    for begin, end in pairwise(sorted({start, first, last, stop})):
+        index = begin // row
+        if begin % row == end % row == 0:
+            yield Box((index, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:]), begin - start, end - start)
+            continue
+        for box in boxes_of(shape[1:], begin - index * row, end - index * row):
+            there = begin - start
+            yield Box((index, *box.offsets), (1, *box.sizes), there + box.begin, there + box.end)
 
 
 class ParamShard(Tensor):

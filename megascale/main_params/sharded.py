@@ -65,7 +65,6 @@ class ShardedMainParams(MainParams):
         self.written_too_early = gather.written_too_early
         self._broadcast = broadcast
         self._place = {name: index for index, (name, _) in enumerate(named)}
-        self._everywhere: dict[str, nn.Parameter] = {}
         self._gathers_behind = False
 
     @override
@@ -84,7 +83,7 @@ class ShardedMainParams(MainParams):
         shards: dict[str, Tensor] = {}
         pieces: dict[str, Piece] = {}
         for synced in added:
-            self._everywhere |= synced.params
+            self.everywhere = {**self.everywhere, **synced.params}
             memory = self._gather.add(synced).memory
             shards |= memory.parts(synced.rank)
             pieces |= {piece.name: piece for piece in memory.bucket.pieces(synced.rank)}
@@ -123,7 +122,7 @@ class ShardedMainParams(MainParams):
 
     @override
     def agree(self, error: Exception | None) -> None:
-        for group in dict.fromkeys(self._groups.of_param(param).shard for param in self._everywhere.values()):
+        for group in dict.fromkeys(self._groups.of_param(param).shard for param in self.everywhere.values()):
             meet(group, "state_dict()")
         self._gathered({}, error)
 
@@ -148,22 +147,8 @@ class ShardedMainParams(MainParams):
 
         Raises on all of them if one has an ``error``. Not all ranks need have both kinds of parameters.
         """
-        groups = {is_expert(param): self._groups.of_param(param).shard for param in self._everywhere.values()}
+        groups = {is_expert(param): self._groups.of_param(param).shard for param in self.everywhere.values()}
         return {kind: gather_or_raise(values.get(kind), error, groups[kind]) for kind in sorted(groups)}
-
-    @override
-    def model_shards(self) -> dict[int, ParamShard]:
-        self.wait()
-        return {id(p.model): ParamShard(p.part.view(-1), p.model.shape, p.start) for p in self}
-
-    @override
-    def all_sharded_params(self) -> Mapping[str, nn.Parameter]:
-        return self._everywhere
-
-    @override
-    def keeps(self, param: nn.Parameter) -> bool:
-        """Return False for a frozen parameter: it has no bucket."""
-        return id(param) in self._by_id
 
     @override
     def make_units(self) -> list[UpdateUnit]:
@@ -181,11 +166,6 @@ class ShardedMainParams(MainParams):
                     (params if param.main.numel() else elsewhere).append(param)
             found += [UpdateUnit(group, *pieces) for group, pieces in by_group.items()]
         return found
-
-    @override
-    def get_or_create(self, param: nn.Parameter, name: str) -> MainParam | None:
-        """See :class:`MainParams`. None for a frozen parameter: it has no bucket."""
-        return self._by_id.get(id(param))
 
     @override
     def restore(self) -> None:
@@ -249,11 +229,6 @@ class ShardedMainParams(MainParams):
                 f"those from {start}; read the checkpoint with megascale.checkpoint, which reshards"
             )
         return value.piece.to(main.device, dtype).view(shape)
-
-    @override
-    def local_part(self, param: MainParam, value: Tensor) -> Tensor:
-        end = param.start + param.main.numel()
-        return value.detach().reshape(-1)[param.start : end].clone().view(param.main.shape)
 
     @override
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:

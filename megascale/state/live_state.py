@@ -25,7 +25,7 @@ from megascale.state.torch_layout import StateDict
 from megascale.step.member import StepMember
 from megascale.step.result import StepCounter, parse_counts
 from megascale.step.torch_states import is_per_element
-from megascale.step.update import InnerUpdate
+from megascale.step.torch_step import GeneralUpdate
 from megascale.utils.dtensors import held, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import map_tensors, tensors_in
@@ -82,7 +82,7 @@ class LiveState:
     member: "ref[StepMember]"
 
     @property
-    def update(self) -> InnerUpdate:
+    def update(self) -> GeneralUpdate:
         """What updates all that."""
         member = self.member()
         if member is None:

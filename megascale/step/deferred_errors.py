@@ -34,6 +34,7 @@ class DeferredErrors:
         times_replaced: how often main params were loaded, or reloaded from the model: all ranks must do that.
         on_host: whether statistics lie in host memory, where it reads them at once.
         no_errors: what :meth:`as_statistic` returns for none, and where another has counted them.
+        view: carries statistics to the host, which learns of them one step late.
         flags: the roundings of this step and the one before, as the host learns of an overflow one step late.
     """
 
@@ -42,7 +43,7 @@ class DeferredErrors:
         self.times_replaced = 0
         self.on_host = device.type == "cpu"
         self._device = device
-        self._view = HostView()
+        self.view = HostView()
         self._error: Exception | None = None
         self.flags: deque[list[OverflowFlags]] = deque(maxlen=2)
         # Updated in place: captured graphs hold these addresses.
@@ -54,11 +55,7 @@ class DeferredErrors:
         self._error = None
         self.flags.clear()
         self._num_overflowed.zero_()
-        self._view.flush()
-
-    def drop_pending(self) -> None:
-        """Forget statistics that the host has not read yet; called for a step that is dropped."""
-        self._view.flush()
+        self.view.flush()
 
     def as_statistic(self, error: Exception | None, facts: StepFacts | None) -> Tensor:
         """Return this rank's number of errors, 0-d, for the statistics vector: not 0 in sum if a rank has one.
@@ -79,7 +76,7 @@ class DeferredErrors:
         Returns the statistics that the host can know without waiting: of this step, or of the one before, or None.
         While a graph is captured nothing can be known: it is called after each replay.
         """
-        known = vector.tolist() if self.on_host else known_values(vector, self._view, late=True)
+        known = vector.tolist() if self.on_host else known_values(vector, self.view, late=True)
         if known is not None and known[Statistic.ERRORS] != 0:
             self._raise_together()
         return known

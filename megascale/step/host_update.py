@@ -20,6 +20,7 @@ from megascale.kernels import Backend, Decision, TensorList, host_backend
 from megascale.main_params.grad_copies import GradCopies
 from megascale.main_params.host_buffers import HostBuffers, make_grad_memory
 from megascale.main_params.main_param import MainParam
+from megascale.main_params.update_unit import UpdateUnit
 from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import Rule
 from megascale.step.kernel_update import KernelUpdate
@@ -69,7 +70,7 @@ class HostUpdate(KernelUpdate):
         arrivals: WeightArrivals,
     ) -> None:
         super().__init__(optimizer, backend, config, rule)
-        self._host = KernelUpdate(optimizer, host_backend(), config, rule, self)
+        self.host_backend = host_backend()
         self._device = device
         self._arrivals = arrivals
         self._overlaps, self._pins = config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_grads
@@ -80,10 +81,13 @@ class HostUpdate(KernelUpdate):
         self._numbers = torch.zeros(3, dtype=torch.float32, device="cpu", pin_memory=device.type != "cpu")
 
     @override
+    def backend_of(self, unit: UpdateUnit) -> Backend:
+        return self.host_backend if unit.is_on_host else self.backend
+
+    @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
+        super().create_states(options, params)
         there = [param for param in params if param.on_host is not None]
-        self._host.create_states(options, there)
-        super().create_states(options, [param for param in params if param.on_host is None])
         if self._overlaps:
             self._arrivals.find_modules(there)
         if self._copies is not None:
@@ -92,40 +96,41 @@ class HostUpdate(KernelUpdate):
 
     @override
     def update_signature(self) -> str:
-        return f"{self._host.update_signature()}, in host memory; else {super().update_signature()}"
+        return f"{super().update_signature()}; in host memory backend {self.host_backend.name}"
 
     @override
     def why_not_capturable(self) -> str | None:
         return "optimizer_cpu_offload=True: a thread of the host computes the update"
 
     @override
-    def release_memory(self) -> None:
-        super().release_memory()
-        self._host.release_memory()
-
-    @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        """See :class:`InnerUpdate`. Raises InnerStepError if the update before has failed in the thread."""
+        """See :class:`GeneralUpdate`. Raises InnerStepError if the update before has failed in the thread."""
         self.raise_failure()
-        here, there = _here_and_there(updates)
-        ready = {id(one.unit): one for one in super().prepare(here)}
-        # As the thread computes them, which may read options later.
-        on_host = [
-            replace(
-                pending,
-                grads=make_grad_memory(_buffers(pending), pending.grads, pin=self._pins),
-                options=_host_options(pending.options),
+        prepared = super().prepare(
+            [self._on_host(pending) if pending.unit.is_on_host else pending for pending in updates]
+        )
+        if any(pending.unit.is_on_host and pending.call is None for pending in prepared):
+            raise UsageError(
+                "optimizer_cpu_offload=True cannot run the optimizer's own step(), which step hooks and some "
+                "options need; remove the hooks or the option, or set it False"
             )
-            for pending in there
-        ]
-        for pending, prepared in zip(there, self._host.prepare(on_host), strict=True):
-            if prepared.call is None:
-                raise UsageError(
-                    "optimizer_cpu_offload=True cannot run the optimizer's own step(), which step hooks and some "
-                    "options need; remove the hooks or the option, or set it False"
-                )
-            ready[id(pending.unit)] = replace(prepared, options=pending.options, grads=pending.grads)
-        return [ready[id(pending.unit)] for pending in updates]
+        return [replace(pending, call=one.call) for pending, one in zip(updates, prepared, strict=True)]
+
+    def _on_host(self, pending: PendingUpdate) -> PendingUpdate:
+        """Return a unit as the thread updates it, which may read options later: a rate in host memory is copied.
+
+        Raises UsageError for a rate on a device.
+        """
+        lr = pending.options.get("lr")
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            raise UsageError(
+                f"lr of a param group is a tensor on {lr.device}, and optimizer_cpu_offload=True updates in host "
+                "memory; give it a number, or a tensor on the CPU"
+            )
+        options = pending.options | {"lr": lr.clone()} if isinstance(lr, Tensor) else pending.options
+        return replace(
+            pending, grads=make_grad_memory(_buffers(pending), pending.grads, pin=self._pins), options=options
+        )
 
     @override
     def raise_failure(self) -> None:
@@ -152,8 +157,9 @@ class HostUpdate(KernelUpdate):
     def apply(
         self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
     ) -> list[OverflowFlags]:
-        """See :class:`InnerUpdate`. With overlap it returns flags of the step before: this one's are not known."""
-        here, there = _here_and_there(updates)
+        """See :class:`GeneralUpdate`. With overlap it returns flags of the step before: this one's are not known."""
+        here = [pending for pending in updates if not pending.unit.is_on_host]
+        there = [pending for pending in updates if pending.unit.is_on_host]
         # First what the device updates: it works while gradients travel.
         rounded = super().apply(here, decision, mark_written)
         late = self._taken_flags()
@@ -164,7 +170,7 @@ class HostUpdate(KernelUpdate):
         awaited = []
         for pending in there:
             trained = list(pending.trained())
-            self._arrivals.start(trained, self._task(self._sent(pending, travelled)))
+            self._arrivals.start(trained, self._task(pending, travelled))
             waits = not self._overlaps or self._arrivals.unawaited(trained)
             if self._overlaps:  # starts the gather of a sharded unit, behind the arrival of its weights
                 mark_written(pending.unit)
@@ -202,27 +208,24 @@ class HostUpdate(KernelUpdate):
             self._numbers[at : at + 1].copy_(number.reshape(1), non_blocking=is_late)
         return travelled
 
-    def _sent(self, pending: PendingUpdate, travelled: frozenset[HostBuffers]) -> PendingUpdate:
-        """Queue the copies of gradients that have not ``travelled``; return the unit as the host updates it."""
-        copies: list[Tensor | None] = []
+    def _task(self, pending: PendingUpdate, travelled: frozenset[HostBuffers]) -> Callable[[], bool]:
+        """Queue the copies of a unit's gradients that have not ``travelled``. Returns its update, for the thread.
+
+        That runs behind the work that is queued on the current stream, and returns whether weights have changed.
+        """
+        has_stream, copies = has_streams(self._device), list[Tensor | None]()
         for buffers, grad in zip(_buffers(pending), pending.grads, strict=True):
             copies.append(None if grad is None else buffers.grad)
             if grad is not None and buffers.grad is not None and buffers not in travelled:
-                buffers.grad.copy_(grad, non_blocking=has_streams(self._device))
-        return replace(pending, grads=TensorList(copies))
-
-    def _task(self, on_host: PendingUpdate) -> Callable[[], bool]:
-        """Return the update of one unit, which the thread runs behind the work that is queued on the current stream.
-
-        It returns whether weights have changed.
-        """
-        arrived = current_stream(self._device).record_event() if has_streams(self._device) else None
+                buffers.grad.copy_(grad, non_blocking=has_stream)
+        arrived = current_stream(self._device).record_event() if has_stream else None
         found_inf, coefficient, are_written = self._numbers
         decision = Decision(found_inf, coefficient, coefficient, coefficient)
-        host, findings = self._host, self._findings  # not self: see _Findings
+        # Not self: see _Findings.
+        call, params, findings = pending.call, pending.unit.params, self._findings
 
         def task() -> bool:
-            if findings.failure.error is not None:
+            if findings.failure.error is not None or call is None:  # prepare() has refused what has no call
                 return False
             try:
                 if arrived is not None:
@@ -235,7 +238,7 @@ class HostUpdate(KernelUpdate):
                         "or leave overlap_cpu_optimizer_d2h_h2d=False"
                     )
                 with torch.no_grad():
-                    findings.flags += host.apply([on_host], decision, lambda _: None)  # the host's own memory
+                    findings.flags += call.run(params, TensorList(copies), decision)
             except Exception as error:  # whatever it is: all ranks raise it at the next step
                 findings.failure.note(error, f"{type(error).__name__}: {error}")
                 return False
@@ -244,27 +247,5 @@ class HostUpdate(KernelUpdate):
         return task
 
 
-def _here_and_there(updates: Sequence[PendingUpdate]) -> tuple[list[PendingUpdate], list[PendingUpdate]]:
-    """Return units beside their model params, and those in host memory."""
-    here = [pending for pending in updates if not pending.unit.is_on_host]
-    return here, [pending for pending in updates if pending.unit.is_on_host]
-
-
 def _buffers(pending: PendingUpdate) -> list[HostBuffers]:
     return [param.on_host for param in pending.unit.params if param.on_host is not None]
-
-
-def _host_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options that the thread may read later: a learning rate in host memory is copied.
-
-    Raises UsageError for one on a device.
-    """
-    lr = options.get("lr")
-    if not isinstance(lr, Tensor):
-        return options
-    if lr.device.type != "cpu":
-        raise UsageError(
-            f"lr of a param group is a tensor on {lr.device}, and optimizer_cpu_offload=True updates in host memory; "
-            "give it a number, or a tensor on the CPU"
-        )
-    return options | {"lr": lr.clone()}

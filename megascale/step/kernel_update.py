@@ -26,53 +26,41 @@ from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import CODE_DTYPES, MOMENTS, Hyper, Rule
 from megascale.rules.options import require_options
 from megascale.step.compact_state import require_supported, start_of, with_scales
-from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import KernelState, rate
 from megascale.step.torch_step import GeneralUpdate
-from megascale.step.update import InnerUpdate, KernelCall, MarkWritten, OverflowFlags, PendingUpdate
+from megascale.step.update import Kernel, KernelCall, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import held, to_local
 
 _STORAGE: Callable[[Tensor], Any] = Tensor.untyped_storage
 _ADDRESS: Callable[[Any], int] = torch.UntypedStorage.data_ptr
 
 
-class KernelUpdate(InnerUpdate):
+class KernelUpdate(GeneralUpdate):
     """Runs an optimizer's rule: state made at once, one kernel call per unit.
 
     With step hooks, or options that the rule's kernels cannot run, the optimizer's own ``step()`` runs instead.
-
-    ``beside``: another one, of the same optimizer, for parameters whose memory is elsewhere; they share all state.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        backend: Backend,
-        config: StepConfig,
-        rule: Rule,
-        beside: "KernelUpdate | None" = None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.backend = backend
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: StepConfig, rule: Rule) -> None:
+        super().__init__(optimizer, backend)
         self.rule = rule
-        self._kernel = rule.kernel or ""
-        self._kernels = backend if hasattr(backend, self._kernel) else ReferenceBackend()
-        self.general = GeneralUpdate(optimizer, backend, None if beside is None else beside.inner_step)
         self._calls: WeakKeyDictionary[UpdateUnit, KernelCall] = WeakKeyDictionary()
         self._option_names = ("lr", *rule.numbers, *rule.flags)
         self._read_names = (*self._option_names, *rule.may_read)
         dtypes = {name: moment.dtype(getattr(config, moment.field)) for name, moment in MOMENTS.items()}
         require_supported(dtypes, optimizer, backend)
         self._dtypes = dtypes
-        # One for both: entries that a program exchanges between them are checked and cloned together.
-        self._state: KernelState = (
-            KernelState(optimizer, dtypes, rule.optional_state) if beside is None else beside._state
-        )
+        self._state = KernelState(optimizer, dtypes, rule.optional_state)
 
-    @property
-    def inner_step(self) -> InnerStep:
-        """The wrapped optimizer's own step, which has one guard however many updates there are."""
-        return self.general.inner_step
+    def backend_of(self, unit: UpdateUnit) -> Backend:
+        """Return the backend that updates a unit."""
+        return self.backend
+
+    def kernel_of(self, unit: UpdateUnit) -> Kernel:
+        """Return what updates a unit: the backend's kernel, else the reference's. It must not refer to this object."""
+        backend, name = self.backend_of(unit), self.rule.kernel or ""
+        kernel: Kernel = getattr(backend if hasattr(backend, name) else ReferenceBackend(), name)
+        return kernel
 
     @override
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
@@ -89,7 +77,7 @@ class KernelUpdate(InnerUpdate):
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        is_obstructed, are_same = self.general.inner_step.is_hooked, list[bool]()
+        is_obstructed, are_same = self.inner_step.is_hooked, list[bool]()
         for pending in updates:
             call = self._calls.get(pending.unit)
             # Hyperparameters serve while the options are the same objects as when they were read.
@@ -100,7 +88,7 @@ class KernelUpdate(InnerUpdate):
             are_same.append(same)
         if is_obstructed:
             self._require_readable(updates)
-            return self.general.prepare(updates)
+            return super().prepare(updates)
         return [
             replace(pending, call=self._call(pending.unit, pending.options, has_same_options=same))
             for pending, same in zip(updates, are_same, strict=True)
@@ -112,20 +100,10 @@ class KernelUpdate(InnerUpdate):
     ) -> list[OverflowFlags]:
         overflow_flags: list[OverflowFlags] = []
         for pending in updates:
-            call, unit = pending.call, pending.unit
-            if call is None:  # as in all updates: the optimizer's own step() is to run
-                return self.general.apply(updates, decision, mark_written)
-            if pending.grads.num_there:
-                operands = call.operands
-                operands.grad = pending.grads
-                flags = self.run(unit, operands, call.hyper, decision.to(operands.main[0].device))
-                operands.grad = ()  # operands are kept, and must not keep gradients that the caller drops
-                if call.rounds_to_fp16:  # else no flag is ever set, and nobody need count them
-                    overflow_flags.append(OverflowFlags(unit.params, flags))
-            if call.counts:
-                landed = 1 - decision.to(call.counts[0].device).found_inf
-                torch._foreach_add_(call.counts, [landed] * len(call.counts))
-            mark_written(unit)
+            if pending.call is None:  # as in all updates: the optimizer's own step() is to run
+                return super().apply(updates, decision, mark_written)
+            overflow_flags += pending.call.run(pending.unit.params, pending.grads, decision)
+            mark_written(pending.unit)
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return overflow_flags
@@ -136,7 +114,7 @@ class KernelUpdate(InnerUpdate):
         if self.rule.obstacle(options) is None:
             self.hyper(options)
         else:
-            self.general.check_options(options)
+            super().check_options(options)
         self.required_state(options)
 
     @override
@@ -151,7 +129,7 @@ class KernelUpdate(InnerUpdate):
     @override
     def update_signature(self) -> str:
         if self.inner_step.is_hooked or any(map(self.rule.obstacle, self.optimizer.param_groups)):
-            return self.general.update_signature()
+            return super().update_signature()
         return f"{type(self.optimizer).__name__}, backend {self.backend.name}"
 
     @override
@@ -204,15 +182,18 @@ class KernelUpdate(InnerUpdate):
             rounds_to_fp16 = any(param.is_copy and param.model.dtype == torch.float16 for param in unit.params)
             operands, counts = _operands(unit.params, state), side_by_side(steps)
             call = KernelCall(
-                values, hyper, names, operands, counts, rounds_to_fp16, list(by_address.values()), list(by_address)
+                self.kernel_of(unit),
+                values,
+                hyper,
+                names,
+                operands,
+                counts,
+                rounds_to_fp16,
+                list(by_address.values()),
+                list(by_address),
             )
         self._calls[unit] = call
         return call
-
-    def run(self, unit: UpdateUnit, operands: Operands, hyper: Any, decision: Decision) -> Tensor:
-        """Call the kernel and return its overflow flags, one per parameter of ``unit``."""
-        flags: Tensor = getattr(self._kernels, self._kernel)(operands, hyper, decision)
-        return flags
 
 
 def _is_constant(value: Any) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megascale.errors import UsageError
 from megascale.kernels import Decision
+from megascale.step.host_update import HostUpdate
 from megascale.step.member import StepMember
 from megascale.step.snapshot import Snapshot
 from megascale.step.update import OverflowFlags
@@ -56,12 +57,11 @@ class _Loan:
     def __init__(self, member: StepMember, grads: LentGrads) -> None:
         self.member = member
         self._decision = grads.decision
-        self._general = member.require_general()
         self._params = [param for param in member.main_params if param.is_owned]
         self._before = Snapshot(member.optimizer, self._params)
         with_grads = [param for param in self._params if id(param) in grads.scaled]
         given = [grads.scaled[id(param)] for param in with_grads]
-        unscaled = self._general.unscaled(with_grads, given, grads.decision)
+        unscaled = member.update.unscaled(with_grads, given, grads.decision)
         of_params = dict(zip(map(id, with_grads), unscaled, strict=True))
         self._grads = [of_params.get(id(param)) for param in self._params]
         self.has_dropped_grads = False
@@ -71,7 +71,7 @@ class _Loan:
         """Lend inside the context."""
         for param in self._params:
             param.decode()
-        with self._general.lend(self._params, self._grads):
+        with self.member.update.lend(self._params, self._grads):
             self.member.is_lent = True
             try:
                 yield
@@ -90,7 +90,7 @@ class _Loan:
 
     def settle(self) -> list[OverflowFlags]:
         """Round main params into model params, and gather these. Returns which main params did not fit."""
-        flags = self._general.round_(self._params, self._decision)
+        flags = self.member.update.round_(self._params, self._decision)
         self.member.end_rounding()
         self.member.update.release_memory()  # state may lie elsewhere now
         return flags
@@ -165,7 +165,11 @@ def require_lendable(member: StepMember, *, with_grads: bool) -> None:
             "step with step_with_ready_grads() first, or call zero_grad()"
         )
     member.main_params.residence.require_here("main_grads()")
-    member.require_general()
+    if isinstance(member.update, HostUpdate):
+        raise UsageError(
+            "main_grads(), train() and eval() need main params beside the model params, and with "
+            "optimizer_cpu_offload=True they are in host memory; build the optimizer without it"
+        )
     if with_grads and not member.main_params.are_whole:
         raise UsageError(
             "main_grads() needs whole parameters, and this DistributedOptimizer cuts them at elements; build it with "

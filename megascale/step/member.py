@@ -17,13 +17,10 @@ from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
 from megascale.step.grad_stats import GradStats, measured_by_device
-from megascale.step.host_update import HostUpdate
 from megascale.step.joined_states import states_of
-from megascale.step.kernel_update import KernelUpdate
 from megascale.step.local_grads import Collected, ReadyGrads
 from megascale.step.result import CapturedStep, StepCounter
 from megascale.step.torch_states import is_per_element
-from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update_selection import select_update
 from megascale.utils.dtensors import held
 from megascale.utils.nests import tensors_in
@@ -103,10 +100,11 @@ class StepMember:
             new = [param for param in chain(unit.params, unit.elsewhere) if id(param) in created]
             for param in new:
                 self.grads.validate_param(param)
-                entries = state.get(param.model, {})
-                for key, value in entries.items():  # of state from before the optimizer was wrapped, this rank's part
+                # Of state from before the optimizer was wrapped, this rank's part.
+                entries = state.get(param.model, {}) if self.main_params.is_sharded else {}
+                for key, value in entries.items():
                     if isinstance(value, Tensor) and is_per_element(key, value, param.model):
-                        entries[key] = self.main_params.local_part(param, value)
+                        entries[key] = self.main_params.to_local(param.model, value, value.dtype)
                 if self._compares:
                     self.unverified_params[param.name] = param.model
             self.update.create_states(param_groups[unit.group], new)
@@ -118,15 +116,6 @@ class StepMember:
                 f"{call} came inside with optimizer.main_grads(), where the wrapped optimizer holds the main params: "
                 "leave the context first"
             )
-
-    def require_general(self) -> GeneralUpdate:
-        """Return what lends main params to the wrapped optimizer. Raises UsageError where they are in host memory."""
-        if isinstance(self.update, HostUpdate):
-            raise UsageError(
-                "main_grads(), train() and eval() need main params beside the model params, and with "
-                "optimizer_cpu_offload=True they are in host memory; build the optimizer without it"
-            )
-        return self.update.general if isinstance(self.update, KernelUpdate) else self.update
 
     def sync_to_pack(self, *, to_load: bool) -> None:
         """As :meth:`sync_from_model`; take in what was put into the state, unless that is about to be replaced.
@@ -251,7 +240,7 @@ class StepMember:
         """
         if self.replicas_may_differ:
             return {}
-        everywhere = self.main_params.all_sharded_params()
+        everywhere = self.main_params.everywhere
         num_updated = sum(update.grads.num_there + len(update.unit.counted) for update in collected.updates)
         if not everywhere:
             if num_updated == sum(map(len, self.main_params.ordered)):

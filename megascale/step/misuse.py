@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -105,16 +104,6 @@ def require_values(device: torch.device, params: Iterable[MainParam] = ()) -> No
         )
 
 
-def require_alone() -> None:
-    """Raise UsageError if torch.distributed, which was not initialised at the construction, now has other ranks."""
-    if dist.get_world_size() > 1:
-        raise UsageError(
-            "the optimizer was built before torch.distributed.init_process_group(), for this rank alone, and now "
-            f"there are {dist.get_world_size()} ranks: build it afterwards, or, where each rank trains a model of "
-            "its own, pass groups=ParallelGroups()"
-        )
-
-
 class JoinGuard:
     """Looks whether the DistributedDataParallels around some parameters are inside of ``join()``.
 
@@ -154,11 +143,6 @@ def was_skipped(agreed: Statistics) -> bool:
 def has_only_zeros(agreed: Statistics) -> bool:
     """Return whether no rank had a gradient other than zeros."""
     return agreed[Statistic.SUM_SQUARES] == 0 and agreed[Statistic.NON_FINITE] == 0
-
-
-def has_no_gradient(agreed: Statistics) -> bool:
-    """Return whether every gradient was None, on every rank. See :data:`megascale.kernels.WITH_GRADS`."""
-    return float(agreed[Statistic.SCALED]).is_integer()
 
 
 def have_replicas_parted(agreed: Statistics) -> bool:
@@ -207,14 +191,6 @@ def parted_replicas(differing: Mapping[str, Collection[str]]) -> UsageError:
         "the same number on every rank. If ranks hold different parameters (stages of a pipeline, a model of each "
         "rank's own), say so with groups=ParallelGroups(...); if the gradients are to differ, pass "
         "replicas_may_differ=True"
-    )
-
-
-def untrained_error() -> UsageError:
-    """Return the error for an optimizer that has seen no gradient yet, in its first step."""
-    return UsageError(
-        "no parameter of the optimizer has a gradient, on any rank, in its first step, which would train nothing: "
-        f"{BUILD_LAST}. Else backward() was not called, the loss does not depend on the parameters, or all are frozen"
     )
 
 

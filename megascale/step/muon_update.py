@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from operator import is_not
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +22,8 @@ from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import MUON, MuonHyper
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.matrix_exchange import Cut, MatrixExchange, cuts_of
-from megascale.step.update import PendingUpdate
+from megascale.step.torch_step import GeneralUpdate
+from megascale.step.update import Kernel, PendingUpdate
 from megascale.utils.dtensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -56,69 +58,47 @@ class _Part(NamedTuple):
     sets: list[_MatrixSet]
 
 
-class MuonUpdate(KernelUpdate):
-    """torch.optim.Muon's rule, also with a triple of coefficients for each iteration.
+class _MuonKernel:
+    """Updates the matrices of a unit, one set after the other.
 
-    The momentum of DTensors is updated in pieces, where it lies. The pieces of each update's direction travel to the
-    matrix's owner, who orthogonalizes it, and back, in the dtype of the iterations. If the optimizer has step hooks, or
-    DTensors that :func:`cuts_of` refuses, its own ``step()`` runs instead.
+    Args:
+        backend: for what it does in a pass over memory.
+        dtype: of the iterations; None: the device's.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: StepConfig) -> None:
-        super().__init__(optimizer, backend, config, MUON)
-        self._dtype = config.muon_ns_dtype
-        self._supported: WeakKeyDictionary[UpdateUnit, bool] = WeakKeyDictionary()
-        self._decoded: dict[torch.device, Tensor] = {}
+    def __init__(self, backend: Backend, dtype: torch.dtype | None) -> None:
+        self._backend = backend
+        self._dtype = dtype
+        self.decoded: dict[torch.device, Tensor] = {}
 
-    @override
-    def release_memory(self) -> None:
-        super().release_memory()
-        self._decoded.clear()
-
-    @override
-    def update_signature(self) -> str:
-        device = next((param.device for group in self.optimizer.param_groups for param in group["params"]), None)
-        dtype = self._dtype or (None if device is None else iteration_dtype(device))
-        return f"{super().update_signature()}, iterations in {dtype}"
-
-    @override
-    def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        for unit in (pending.unit for pending in updates):
-            if unit not in self._supported:
-                self._supported[unit] = all(_is_supported(param.main) for param in unit.params)
-        if not all(self._supported[pending.unit] for pending in updates):
-            return self.general.prepare(updates)
-        return super().prepare(updates)
-
-    @override
-    def run(self, unit: UpdateUnit, operands: Operands, hyper: MuonHyper, decision: Decision) -> Tensor:
-        """Update the matrices, one set after the other."""
+    def run(self, matrices: Sequence[Tensor], operands: Operands, hyper: MuonHyper, decision: Decision) -> Tensor:
+        """See :data:`megascale.step.update.Kernel`. ``matrices``: the main params, of which some may be DTensors."""
         skipped = (decision.found_inf != 0).reshape(())
         if skipped.device.type == "cpu" and skipped.item():
             return torch.zeros(len(operands.main), dtype=torch.bool, device="cpu")
         there = [index for index, grad in enumerate(operands.grad) if grad is not None]
-        kept = operands.tables.get(MuonUpdate)
+        kept = operands.tables.get(_MuonKernel)
         # Parts serve while the same gradients are there. Decoded main params of all units share memory, which grows.
-        if kept is None or kept[0] != there or kept[1] is not self._decoded.get(skipped.device):
-            parts = self._parts(unit, operands, there)
-            kept = operands.tables[MuonUpdate] = there, self._decoded.get(skipped.device), parts
+        if kept is None or kept[0] != there or kept[1] is not self.decoded.get(skipped.device):
+            parts = self._parts(matrices, operands, there)
+            kept = operands.tables[_MuonKernel] = there, self.decoded.get(skipped.device), parts
         flags = []
         for indices, part, sets in kept[2]:
             part.grad = [operands.grad[index] for index in indices]
             if part.remainder:
-                self.backend.decode_(part)
-            for matrices in sets:
-                self._update(part.pick(matrices.indices), matrices, hyper, decision, skipped)
+                self._backend.decode_(part)
+            for together in sets:
+                self._update(part.pick(together.indices), together, hyper, decision, skipped)
             part.grad = ()
             if part.remainder:
-                flags.append(self.backend.encode_(part, decision.found_inf))
+                flags.append(self._backend.encode_(part, decision.found_inf))
             elif any(map(is_not, part.main, part.model)):
-                flags.append(self.backend.write_back_(part))
+                flags.append(self._backend.write_back_(part))
             else:
                 flags.append(torch.zeros(len(indices), dtype=torch.bool, device=skipped.device))
         return flags_at(there, torch.cat(flags), len(operands.main))
 
-    def _parts(self, unit: UpdateUnit, operands: Operands, there: list[int]) -> list[_Part]:
+    def _parts(self, matrices: Sequence[Tensor], operands: Operands, there: list[int]) -> list[_Part]:
         """Return the parts of a unit. ``there``: indices of the parameters that have a gradient."""
         runs = [there]
         if operands.remainder:
@@ -126,16 +106,15 @@ class MuonUpdate(KernelUpdate):
                 [there[at] for at in run] for run in runs_of([operands.model[index] for index in there], DECODED_NUMEL)
             ]
         parts = [
-            _Part(indices, operands.pick(indices), _sets([unit.params[index].main for index in indices]))
-            for indices in runs
+            _Part(indices, operands.pick(indices), _sets([matrices[index] for index in indices])) for indices in runs
         ]
         if operands.remainder:
             device = operands.model[0].device
             # Each begins at a multiple of 16 elements, as kernels read vectors.
             starts = [[0, *accumulate(-(-model.numel() // 16) * 16 for model in part.model)] for _, part, _ in parts]
-            memory, numel = self._decoded.get(device), max(ends[-1] for ends in starts)
+            memory, numel = self.decoded.get(device), max(ends[-1] for ends in starts)
             if memory is None or len(memory) < numel:
-                memory = self._decoded[device] = torch.empty(numel, dtype=torch.float32, device=device)
+                memory = self.decoded[device] = torch.empty(numel, dtype=torch.float32, device=device)
             for (_, part, _), begins in zip(parts, starts, strict=True):
                 part.main = [
                     memory.as_strided(model.shape, torch.empty_like(model, device="meta").stride(), start)
@@ -149,7 +128,7 @@ class MuonUpdate(KernelUpdate):
         """Update a set of matrices, in the order of operations of torch.optim.Muon."""
         mains, buffers = operands.main, operands.state["momentum_buffer"]
         there = [grad for grad in operands.grad if grad is not None]  # all
-        grads = self.backend.unscale(there, mains, decision.coefficient)
+        grads = self._backend.unscale(there, mains, decision.coefficient)
         momenta = [
             buffer.to(grad.dtype).lerp(grad, 1 - hyper.momentum) for buffer, grad in zip(buffers, grads, strict=True)
         ]
@@ -177,6 +156,45 @@ class MuonUpdate(KernelUpdate):
             _write_unless(skipped, main, shrunk)
         for buffer, momentum in zip(buffers, momenta, strict=True):
             _write_unless(skipped, buffer, momentum.to(buffer.dtype))
+
+
+class MuonUpdate(KernelUpdate):
+    """torch.optim.Muon's rule, also with a triple of coefficients for each iteration.
+
+    The momentum of DTensors is updated in pieces, where it lies. The pieces of each update's direction travel to the
+    matrix's owner, who orthogonalizes it, and back, in the dtype of the iterations. If the optimizer has step hooks, or
+    DTensors that :func:`cuts_of` refuses, its own ``step()`` runs instead.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: StepConfig) -> None:
+        super().__init__(optimizer, backend, config, MUON)
+        self._dtype = config.muon_ns_dtype
+        self._muon = _MuonKernel(backend, self._dtype)
+        self._supported: WeakKeyDictionary[UpdateUnit, bool] = WeakKeyDictionary()
+
+    @override
+    def kernel_of(self, unit: UpdateUnit) -> Kernel:
+        return partial(self._muon.run, [param.main for param in unit.params])
+
+    @override
+    def release_memory(self) -> None:
+        super().release_memory()
+        self._muon.decoded.clear()
+
+    @override
+    def update_signature(self) -> str:
+        device = next((param.device for group in self.optimizer.param_groups for param in group["params"]), None)
+        dtype = self._dtype or (None if device is None else iteration_dtype(device))
+        return f"{super().update_signature()}, iterations in {dtype}"
+
+    @override
+    def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        for unit in (pending.unit for pending in updates):
+            if unit not in self._supported:
+                self._supported[unit] = all(_is_supported(param.main) for param in unit.params)
+        if not all(self._supported[pending.unit] for pending in updates):
+            return GeneralUpdate.prepare(self, updates)
+        return super().prepare(updates)
 
 
 def _sets(mains: Sequence[Tensor]) -> list[_MatrixSet]:

@@ -46,17 +46,15 @@ from megascale.step.local_grads import Collected
 from megascale.step.main_grads import LentGrads, require_lendable
 from megascale.step.member import StepMember
 from megascale.step.misuse import (
+    BUILD_LAST,
     JoinGuard,
     Statistics,
     differing_replicas,
-    has_no_gradient,
     has_only_zeros,
     have_replicas_parted,
     parted_replicas,
-    require_alone,
     require_values,
     unscaled_loss_error,
-    untrained_error,
     was_skipped,
 )
 from megascale.step.overflows import OverflowRecorder
@@ -64,7 +62,12 @@ from megascale.step.result import CapturedStep, StepObserver, StepRecord, StepRe
 from megascale.step.stalls import StallWatch
 from megascale.step.update import OverflowFlags
 from megascale.utils.calls import span
-from megascale.utils.collectives import all_gather_object, all_reduce_sum_, group_size, raise_together
+from megascale.utils.collectives import (
+    all_gather_object,
+    all_reduce_sum_,
+    group_size,
+    raise_together,
+)
 from megascale.utils.transfer import is_capturing, to_device_async
 
 _MAIN_PARAMS = attrgetter("main_params")
@@ -300,7 +303,7 @@ class StepRecipe:
             for member in members:
                 require_lendable(member, with_grads=False)
                 member.sync_from_model()
-                member.require_general().require_usable_state(member.main_params)
+                member.update.require_usable_state(member.main_params)
         except Exception as caught:  # whatever it is: other ranks wait
             error = error or caught
         raise_together(error, self.groups.grad_stats)
@@ -361,7 +364,11 @@ class StepRecipe:
         Raises UsageError if the library has moved state; if weights were written, or with ``all_of_it``, also if any
         tensor that the step updates is elsewhere.
         """
-        if all_of_it or not captured.memory or any(member.main_params.are_written() for member in self.members):
+        if (
+            all_of_it
+            or not captured.memory
+            or any(member.main_params.tracker.have_new_versions() for member in self.members)
+        ):
             self._require_in_place(captured)
 
     def _require_in_place(self, captured: CapturedStep) -> None:
@@ -406,8 +413,13 @@ class StepRecipe:
         All ranks find the first alike. The second may be found by one rank alone, and the others would wait for it.
         """
         require_values(self.device, chain.from_iterable(map(_MAIN_PARAMS, self.members)))
-        if isinstance(self.groups, AssumedAlone) and dist.is_available() and dist.is_initialized():
-            require_alone()
+        is_begun = isinstance(self.groups, AssumedAlone) and dist.is_available() and dist.is_initialized()
+        if is_begun and dist.get_world_size() > 1:
+            raise UsageError(
+                "the optimizer was built before torch.distributed.init_process_group(), for this rank alone, and now "
+                f"there are {dist.get_world_size()} ranks: build it afterwards, or, where each rank trains a model of "
+                "its own, pass groups=ParallelGroups()"
+            )
         if not self.errors.consensus.is_alone:
             self._join_guard.check(param.model for member in self.members for param in member.main_params)
         for member in self.members:
@@ -494,16 +506,21 @@ class StepRecipe:
         error: UsageError | None = None
         if agreed[Statistic.SCALED] <= 0:
             error = unscaled_loss_error()
-        # Later steps may be empty. An error leaves the flag: the step after it is the first one.
-        elif not self._has_trained and has_no_gradient(agreed):
-            error = untrained_error()
+        # Every gradient was None, on every rank: see WITH_GRADS. Later steps may be empty; an error leaves the flag, so
+        # that the step after it is the first one.
+        elif not self._has_trained and agreed[Statistic.SCALED].is_integer():
+            error = UsageError(
+                "no parameter of the optimizer has a gradient, on any rank, in its first step, which would train "
+                f"nothing: {BUILD_LAST}. Else backward() was not called, the loss does not depend on the parameters, "
+                "or all are frozen"
+            )
         elif not self.errors.consensus.is_alone and have_replicas_parted(agreed):
             of_members = zip(self.members, measured, strict=False)
             mine = [member.grads.replica_squares(*params_and_squares) for member, params_and_squares in of_members]
             every = all_gather_object(dict(chain.from_iterable(map(dict.items, mine))), self.groups.grad_stats)
             error = parted_replicas(differing_replicas(every))
         if error is not None:
-            self.errors.drop_pending()
+            self.errors.view.flush()
             raise error
         self._has_trained = True
 

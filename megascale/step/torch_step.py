@@ -1,4 +1,7 @@
-"""Runs any other optimizer's own ``step()`` on main params, once the host has read that the step lands."""
+"""Runs any optimizer's own ``step()`` on main params, once the host has read that the step lands.
+
+What has kernels is updated by these instead: :mod:`megascale.step.kernel_update`.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from megascale.errors import InnerStepError, UsageError
 from megascale.kernels import (
@@ -23,27 +25,34 @@ from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import rate
 from megascale.step.lending import holders_of, is_narrow, lent, narrow_names
 from megascale.step.torch_states import is_torchs, require_count, state_of, widen
-from megascale.step.update import InnerUpdate, MarkWritten, OverflowFlags, PendingUpdate
+from megascale.step.update import MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import is_cut, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.wording import either
 
 
-class GeneralUpdate(InnerUpdate):
-    """Any optimizer, through its own ``step()`` on main params. Costs one host read of `found_inf` a step."""
+class GeneralUpdate:
+    """Applies one decision to all updates: to any optimizer's, through its own ``step()`` on main params.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, inner_step: InnerStep | None = None) -> None:
+    Costs one host read of `found_inf` a step.
+
+    Attributes:
+        inner_step: the wrapped optimizer's own step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
         self.optimizer = optimizer
         self.backend = backend
-        self.inner_step = inner_step or InnerStep(optimizer)
+        self.inner_step = InnerStep(optimizer)
         # Of these it is known that they keep no 16-bit state of their own accord, and hold no other optimizer.
         kind = type(optimizer)
         self._is_torchs = kind in BY_KIND or kind.__module__.split(".")[:2] == ["torch", "optim"]
         self._holders = {"": optimizer}  # found in the first half of a step, for the second
 
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        """Convert state that was loaded or made of 16-bit parameters, and drop that of parameters others own.
+        """Make the state of parameters of one group that have none.
 
+        Here state that was loaded or made of 16-bit parameters is converted, and that of parameters others own dropped.
         New state is the optimizer's own affair: it is made of fp32 main params, so that what is 16-bit in it is so on
         purpose.
         """
@@ -65,36 +74,69 @@ class GeneralUpdate(InnerUpdate):
             for param in params:
                 param.narrow_state = narrow_names(holders, param)
 
-    @override
+    def take_in_state(self) -> bool:
+        """Copy what a program has put into the optimizer's state into its place; of an own ``step()`` it has none.
+
+        Returns whether there was something. Raises UsageError, with nothing changed.
+        """
+        return False
+
+    def required_state(self, options: dict[str, Any]) -> list[str]:
+        """Return the keys without which a saved state of a parameter is not whole; none of an own ``step()`` is."""
+        return []
+
     def check_options(self, options: dict[str, Any]) -> None:
+        """Raise an error for options of a param group that :meth:`prepare` could not use."""
         if "lr" in options:
             rate(options)
 
-    @override
     def check_state(self, name: str, state: Mapping[str, Any]) -> None:
+        """Raise StateDictError for a saved state of the parameter ``name`` that no step could read."""
         if is_torchs(self.optimizer) and "step" in state:
             require_count(name, state["step"])
 
-    @override
+    def load_state(self, param: MainParam, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a loaded state, which was checked, as the optimizer's state is to show it: in its place, if any.
+
+        :meth:`create_states` converts the rest.
+        """
+        return state
+
     def update_signature(self) -> str:
+        """Return what decides how an update rounds, besides its options: the same on ranks whose bits are the same."""
         ways = {name: [group.get(name) for group in self.optimizer.param_groups] for name in ("foreach", "fused")}
         chosen = "".join(
             f", {name}={values}" for name, values in ways.items() if any(one is not None for one in values)
         )
         return f"{type(self.optimizer).__name__}'s own step(){chosen}, backend {self.backend.name}"
 
-    @override
     def why_not_capturable(self) -> str | None:
+        """Return why updates cannot be part of a device's graph; None where they can."""
         return (
             f"the host must read the decision for {type(self.optimizer).__name__}, which runs its own step(): "
             f"use {either([kind.__name__ for kind in KINDS])}"
         )
 
-    def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        """See :class:`InnerUpdate`. What else the optimizer's ``step()`` reads is its own affair.
+    def release_memory(self) -> None:
+        """Let go of the memory of main params and state: it is read anew in the next step."""
 
-        Raises UsageError, naming the parameter, for state without memory, and ArgumentError for a learning rate
-        that is neither a number nor a tensor of one. Nothing has changed then.
+    def raise_failure(self) -> None:
+        """Raise, once, what the update before has raised in another thread, where main params may be changed in part.
+
+        Raises InnerStepError, GradientError.
+        """
+
+    def forget_failure(self) -> None:
+        """Warn of what :meth:`raise_failure` would raise, and forget it: all that it may have changed was replaced."""
+
+    def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        """Return the updates ready for :meth:`apply`, which must follow before their tensors can change.
+
+        Checks all that the update reads or writes except gradients and model params. What else the optimizer's own
+        ``step()`` reads is its own affair.
+
+        Raises a MegascaleError for what cannot be updated, naming it: no value has changed. Here UsageError for state
+        without memory, and ArgumentError for a learning rate that is neither a number nor a tensor of one.
         """
         for pending in updates:
             self.check_options(pending.options)
@@ -124,11 +166,13 @@ class GeneralUpdate(InnerUpdate):
                     "this state, or load a checkpoint"
                 )
 
-    @override
     def apply(
         self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
     ) -> list[OverflowFlags]:
-        """See :class:`InnerUpdate`.
+        """Update main params and model params where the step lands; change nothing where it is skipped.
+
+        ``updates`` are what :meth:`prepare` returned.
+        ``mark_written`` is called with the main params of each unit once their model params are written, or left alone.
 
         Raises InnerStepError where the optimizer's ``step()`` raises. Model params are then the roundings of main
         params nevertheless, and other ranks get what they wait for.

@@ -1,9 +1,9 @@
 """Arguments and results of an update, for our kernels and for the optimizer's own ``step()``."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class PendingUpdate:
     """A unit with its param group's options, and its local gradients, of which one is there, or is elsewhere.
 
     Attributes:
-        call: made by :meth:`InnerUpdate.prepare`.
+        call: of a kernel; None: the optimizer's own ``step()`` is to run.
     """
 
     options: dict[str, Any]
@@ -55,10 +55,15 @@ class OverflowFlags:
     overflowed: Tensor
 
 
+Kernel = Callable[[Operands, Any, Decision], Tensor]
+"""Takes operands, hyperparameters and the decision; returns overflow flags, one per parameter."""
+
+
 class KernelCall(NamedTuple):
     """What updates a unit: one call of a kernel. It is kept from step to step.
 
     Attributes:
+        kernel: must not refer to who keeps this call.
         values: of the options, of which ``hyper`` and ``names`` were made.
         hyper: hyperparameters.
         names: of the state.
@@ -69,6 +74,7 @@ class KernelCall(NamedTuple):
         addresses: of these.
     """
 
+    kernel: Kernel
     values: list[Any]
     hyper: Hyper
     names: list[str]
@@ -78,75 +84,21 @@ class KernelCall(NamedTuple):
     storages: list[torch.UntypedStorage]
     addresses: list[int]
 
+    def run(self, params: list[MainParam], grads: TensorList, decision: Decision) -> list[OverflowFlags]:
+        """Update a unit, whose ``params`` these are, where the step lands. Any thread may call it, one at a time."""
+        found = []
+        if grads.num_there:
+            operands = self.operands
+            operands.grad = grads
+            flags = self.kernel(operands, self.hyper, decision.to(operands.main[0].device))
+            operands.grad = ()  # operands are kept, and must not keep gradients that the caller drops
+            if self.rounds_to_fp16:  # else no flag is ever set, and nobody need count them
+                found = [OverflowFlags(params, flags)]
+        if self.counts:
+            landed = 1 - decision.to(self.counts[0].device).found_inf
+            torch._foreach_add_(self.counts, [landed] * len(self.counts))
+        return found
+
 
 MarkWritten = Callable[[UpdateUnit], None]
 """Takes a unit whose model params were written."""
-
-
-class InnerUpdate(Protocol):
-    """Applies one decision to all updates."""
-
-    def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
-        """Make the state of parameters of one group that have none."""
-
-    def take_in_state(self) -> bool:
-        """Copy what a program has put into the optimizer's state into its place; of an own ``step()`` it has none.
-
-        Returns whether there was something. Raises UsageError, with nothing changed.
-        """
-        return False
-
-    def required_state(self, options: dict[str, Any]) -> list[str]:
-        """Return the keys without which a saved state of a parameter is not whole; none of an own ``step()`` is."""
-        return []
-
-    def check_options(self, options: dict[str, Any]) -> None:
-        """Raise an error for options of a param group that :meth:`prepare` could not use."""
-
-    def check_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Raise StateDictError for a saved state of the parameter ``name`` that no step could read."""
-        return
-
-    def load_state(self, param: MainParam, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a loaded state, which was checked, as the optimizer's state is to show it: in its place, if any.
-
-        :meth:`create_states` converts the rest.
-        """
-        return state
-
-    def update_signature(self) -> str:
-        """Return what decides how an update rounds, besides its options: the same on ranks whose bits are the same."""
-
-    def why_not_capturable(self) -> str | None:
-        """Return why updates cannot be part of a device's graph; None where they can."""
-
-    def release_memory(self) -> None:
-        """Let go of the memory of main params and state: it is read anew in the next step."""
-        return
-
-    def raise_failure(self) -> None:
-        """Raise, once, what the update before has raised in another thread, where main params may be changed in part.
-
-        Raises InnerStepError, GradientError.
-        """
-        return
-
-    def forget_failure(self) -> None:
-        """Warn of what :meth:`raise_failure` would raise, and forget it: all that it may have changed was replaced."""
-        return
-
-    def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        """Return the updates ready for :meth:`apply`, which must follow before their tensors can change.
-
-        Checks all that the update reads or writes except gradients and model params. Raises a
-        MegascaleError for what cannot be updated, naming it: no value has changed.
-        """
-
-    def apply(
-        self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
-    ) -> list[OverflowFlags]:
-        """Update main params and model params where the step lands; change nothing where it is skipped.
-
-        ``updates`` are what :meth:`prepare` returned.
-        ``mark_written`` is called with the main params of each unit once their model params are written, or left alone.
-        """

@@ -42,7 +42,7 @@ def select_update(
     config: StepConfig,
     device: torch.device,
     arrivals: WeightArrivals | None,
-) -> KernelUpdate | GeneralUpdate:
+) -> GeneralUpdate:
     """Return how ``optimizer`` is run. Exact types only: a subclass may have changed ``step()``.
 
     ``arrivals``: sends weights from host memory, where main params of parameters on ``device`` live; None: none do.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.step.host_update import HostUpdate
 from megascale.utils.dtensors import to_local
+from tests.host_kernel import change_host_kernel
 from tests.pool import RankPool
 from tests.training import bits_equal
 
@@ -102,15 +103,13 @@ def _optimizer(model: nn.Module, held: str, options: dict[str, Any]) -> MixedPre
 
 def _delay(optimizer: MixedPrecisionOptimizer) -> None:
     """Let updates in host memory end late, so that who does not wait reads old weights."""
-    update = optimizer._member.update
-    if isinstance(update, HostUpdate):
-        inner = update._host.apply
 
-        def late(*arguments: Any) -> Any:
-            time.sleep(0.02 * (1 + dist.get_rank()))
-            return inner(*arguments)
+    def late(kernel: Callable[..., Any], *arguments: Any) -> Any:
+        time.sleep(0.02 * (1 + dist.get_rank()))
+        return kernel(*arguments)
 
-        update._host.apply = late  # type: ignore[method-assign, assignment]
+    if isinstance(optimizer._member.update, HostUpdate):
+        change_host_kernel(optimizer, late)
 
 
 def _weights(model: nn.Module) -> list[Tensor]:

@@ -21,6 +21,7 @@ from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.schedules import LandedLRScheduler
 from megascale.step.kernel_update import KernelUpdate
+from megascale.step.update import KernelCall
 from tests.distributed.test_distributed_optimizer import INNER, batch, config_of, net, same, scaler, sharded, weights
 from tests.pool import RankPool
 
@@ -102,7 +103,7 @@ def _until(optimizer: MixedPrecisionOptimizer, module: nn.Module, moment: str) -
     if moment == "error in step":
         _backward(optimizer, module, 2)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(KernelUpdate, "run", _fail)
+            patched.setattr(KernelCall, "run", _fail)
             with pytest.raises(ZeroDivisionError):
                 optimizer.step()
     if moment == "detached":

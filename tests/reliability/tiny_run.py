@@ -11,6 +11,7 @@ import hashlib
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +22,8 @@ import torch.distributed as dist
 
 from megascale import DistributedOptimizer
 from megascale.checkpoint import Checkpointer
-from megascale.step.host_update import HostUpdate
 from tests.distributed.test_distributed_optimizer import INNER, config_of, flat, net, scaler, sharded, weights
+from tests.host_kernel import change_host_kernel
 from tests.pool import GLOO_TIMEOUT_S
 
 STEPS = 40
@@ -55,19 +56,16 @@ def _optimizer(module: torch.nn.Module, mark: Path, how: How) -> DistributedOpti
     optimizer = DistributedOptimizer(
         INNER["adamw"](module), config, scaler(dtype), modules=module, bucket_numel=300, grads_are_scaled=True
     )
-    update = optimizer._member.update
-    assert isinstance(update, HostUpdate)
-    inner = update._host.apply
 
-    def marked(*arguments: Any) -> Any:
+    def marked(kernel: Callable[..., Any], *arguments: Any) -> Any:
         mark.touch()
         time.sleep(UPDATE_S / 2)
-        flags = inner(*arguments)
+        flags = kernel(*arguments)
         time.sleep(UPDATE_S / 2)
         mark.unlink()
         return flags
 
-    update._host.apply = marked  # type: ignore[method-assign, assignment]
+    change_host_kernel(optimizer, marked)
     return optimizer
 
 

@@ -20,6 +20,7 @@ from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 from tests.fake_device.record import Record
 from tests.fake_device.training import COUNT, OVERLAP, WIDTH, layers, optimizer_of
+from tests.host_kernel import change_host_kernel
 from tests.training import bits_equal
 
 RUNS = [("at once", 0), ("late", 0), ("side first", 0), *(("random", seed) for seed in range(8))]
@@ -171,15 +172,13 @@ def _read_meanwhile(device: FakeDevice) -> tuple[int, int]:
         backward()
         optimizer.step()
         optimizer.finish_param_gather()
-    update, gate = optimizer._member.update, threading.Event()
-    assert isinstance(update, HostUpdate)
-    inner: Callable[..., object] = update._host.apply
+    gate = threading.Event()
 
-    def late(*arguments: object) -> object:
+    def late(kernel: Callable[..., object], *arguments: object) -> object:
         assert gate.wait(60)
-        return inner(*arguments)
+        return kernel(*arguments)
 
-    update._host.apply = late  # type: ignore[method-assign, assignment]
+    change_host_kernel(optimizer, late)
     backward()
     optimizer.step()
     meanwhile = backward()

@@ -24,7 +24,7 @@ from megascale import (
 from megascale.checkpoint import load, save
 from megascale.errors import InnerStepError, MainParamOverflowError, UsageError
 from megascale.grad_sync import GradSync
-from megascale.step.host_update import HostUpdate
+from tests.host_kernel import change_host_kernel
 from tests.training import INNER, Tiny, bits_equal, model, same_values
 
 HELD: dict[str, Any] = {"store_param_remainders": True}
@@ -91,18 +91,15 @@ def test_a_chain_with_muon(sharded: bool, way: dict[str, Any]) -> None:
 class _Held:
     """Lets the thread's updates begin only once :meth:`go` is called."""
 
-    def __init__(self, optimizer: MixedPrecisionOptimizer, monkeypatch: pytest.MonkeyPatch) -> None:
-        update = optimizer._member.update
-        assert isinstance(update, HostUpdate)
+    def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
         self.gate, self.caller = threading.Event(), threading.get_ident()
-        inner = update._host.apply
 
-        def late(*arguments: Any) -> Any:
+        def late(kernel: Callable[..., Any], *arguments: Any) -> Any:
             assert threading.get_ident() != self.caller
             assert self.gate.wait(60)
-            return inner(*arguments)
+            return kernel(*arguments)
 
-        monkeypatch.setattr(update._host, "apply", late)
+        change_host_kernel(optimizer, late)
 
     def go_soon(self) -> None:
         """Let updates begin, some time after the caller has begun to wait."""
@@ -134,7 +131,7 @@ READS: dict[str, Callable[[Tiny, MixedPrecisionOptimizer], Any]] = {
 
 @pytest.mark.default("offload()", "forward")
 @pytest.mark.parametrize("read", READS)
-def test_readers_wait(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_wait(read: str) -> None:
     """step() returns before the update has begun; who reads weights or state then waits, and sees whole values."""
     module, optimizer = _build(OVERLAP)
     other_module, other = _build({})
@@ -142,7 +139,7 @@ def test_readers_wait(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
         _step(other_module, other, step)
     _step(module, optimizer, 0)
     optimizer.finish_param_gather()
-    held = _Held(optimizer, monkeypatch)
+    held = _Held(optimizer)
     before = module.first.weight.detach().clone()
     _step(module, optimizer, 1)
     assert bits_equal(module.first.weight, before)
@@ -161,11 +158,11 @@ def test_a_parameter_that_no_module_waits_for() -> None:
 
 
 @pytest.mark.parametrize("way", [WAIT, OVERLAP])
-def test_an_update_that_fails(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_fails(way: dict[str, Any]) -> None:
     """What goes wrong in the thread is raised: at once, or at the next step where step() does not wait."""
     module, optimizer = _build(way)
     _step(module, optimizer, 0)
-    with _failing(optimizer, monkeypatch):
+    with _failing(optimizer):
         if way is OVERLAP:
             _step(module, optimizer, 1)
         with pytest.raises(InnerStepError, match="broken"):
@@ -173,50 +170,48 @@ def test_an_update_that_fails(way: dict[str, Any], monkeypatch: pytest.MonkeyPat
 
 
 @contextmanager
-def _failing(optimizer: MixedPrecisionOptimizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _failing(optimizer: MixedPrecisionOptimizer) -> Iterator[None]:
     """Let updates in host memory fail meanwhile: those that are under way before and after are not among them."""
     optimizer.finish_param_gather()
-    update = optimizer._member.update
-    assert isinstance(update, HostUpdate)
 
     def fail(*_: Any) -> Any:
         raise ValueError("broken")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(update._host, "apply", fail)
-        yield
-        optimizer.finish_param_gather()
+    end = change_host_kernel(optimizer, fail)
+    yield
+    optimizer.finish_param_gather()
+    end()
 
 
-def _failed(monkeypatch: pytest.MonkeyPatch) -> tuple[Tiny, MixedPrecisionOptimizer]:
+def _failed() -> tuple[Tiny, MixedPrecisionOptimizer]:
     """Return an optimizer whose last update has failed in the thread, which nobody was told yet."""
     module, optimizer = _build(OVERLAP)
     _step(module, optimizer, 0)
-    with _failing(optimizer, monkeypatch):
+    with _failing(optimizer):
         _step(module, optimizer, 1)
     return module, optimizer
 
 
-def test_no_state_of_a_failed_update_is_saved_in_silence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_state_of_a_failed_update_is_saved_in_silence(tmp_path: Path) -> None:
     """Main params may be updated in part: who reads them out is told, once, and who loads others is not stopped."""
-    module, optimizer = _failed(monkeypatch)
+    module, optimizer = _failed()
     with pytest.raises(InnerStepError, match="broken"):
         optimizer.state_dict()
     whole = optimizer.state_dict()
     save(tmp_path, 1, module, optimizer)
-    module, optimizer = _failed(monkeypatch)
+    module, optimizer = _failed()
     with pytest.raises(InnerStepError, match="broken"):
         save(tmp_path, 2, module, optimizer)
-    module, optimizer = _failed(monkeypatch)
+    module, optimizer = _failed()
     with pytest.warns(RuntimeWarning, match="an update before this load failed in host memory, ValueError: broken"):
         load(tmp_path, module, optimizer)
     assert same_values(optimizer.state_dict(), whole)
     _step(module, optimizer, 2)
 
 
-def test_a_failed_update_that_nobody_was_told_of_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_update_that_nobody_was_told_of_is_a_warning() -> None:
     """The last step of a run has none after it."""
-    held: list[Any] = [_failed(monkeypatch)]
+    held: list[Any] = [_failed()]
 
     def drop() -> None:
         held.clear()
@@ -224,7 +219,7 @@ def test_a_failed_update_that_nobody_was_told_of_is_a_warning(monkeypatch: pytes
 
     with pytest.warns(RuntimeWarning, match="the last update failed in host memory, ValueError: broken"):
         drop()
-    module, optimizer = _failed(monkeypatch)
+    module, optimizer = _failed()
     with pytest.raises(InnerStepError, match="broken"):
         _step(module, optimizer, 2)
     with warnings.catch_warnings():
@@ -344,11 +339,11 @@ def test_an_own_step_is_refused_in_host_memory() -> None:
     assert _step(module, optimizer, 0).success
 
 
-def test_a_learning_rate_that_is_a_tensor_is_read_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learning_rate_that_is_a_tensor_is_read_at_the_step() -> None:
     """A scheduler writes it in place after step(): the thread must not see that."""
     module, optimizer = _build(OVERLAP)
     other_module, other = _build({})
-    held = _Held(optimizer, monkeypatch)
+    held = _Held(optimizer)
     for own, one in ((module, optimizer), (other_module, other)):
         one.param_groups[0]["lr"] = torch.tensor(1e-2)
         _step(own, one, 0)
