@@ -281,6 +281,7 @@ class GradSync:
         # Also buckets without a gradient here: another rank may have one. All start before the first one is awaited.
         while self._next < len(self.buckets):
             self._start_next()
+        # The end of a shard's wait begins its sum over other copies: all begin before one is awaited, in finish().
         for bucket in self.buckets:
             bucket.reduction.wait()
         for bucket in self.buckets:

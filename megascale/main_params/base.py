@@ -76,14 +76,14 @@ class MainParams:
         Raises ArgumentError or ArgumentTypeError for a parameter that cannot be trained, UsageError for one whose
         shape, dtype or layout has changed or that shares memory with another, before anything has changed.
         """
-        self.wait()
+        self.wait()  # values are read below
         made: list[MainParam] = []
-        written = self.tracker.written()
+        written = self.tracker.written()  # before groups are compared, for which it reads requires_grad anew
         if not self._is_unchanged(param_groups):
             self.residence.require_here("a change of param_groups")
             _list_params(param_groups)
             made = self._add_new(param_groups)
-            written = self.tracker.written()
+            written = self.tracker.written()  # slots are those of another tracker
         if written:
             self._take_written(written)
         return made

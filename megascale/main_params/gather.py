@@ -148,7 +148,7 @@ class ParamGather:
             if not bucket.was_started:
                 bucket.start()
             bucket.was_started = False
-            if self.overlap:
+            if self.overlap:  # after start(), which says whether what arrives replaces anything
                 bucket.watch()
         if not self.overlap or self._hooks.are_compiled:
             # On behalf of all streams that wait for the current one later: the gather is a part of the step.

@@ -157,7 +157,8 @@ class KernelState:
                 places = self._kept(param)
                 entry = dict(state_of(self._optimizer, param))
                 given.append(_Given(param, entry, places, list(dict.fromkeys([*wanted, *places]))))
-        # All are checked before the first one changes: a refusal leaves the state as it was.
+        # All are checked before the first one changes: a refusal leaves the state as it was. And before any is cloned:
+        # a value that lies in a segment may come from another device.
         for param, entry, places, wanted in given:
             if any(entry.get(name) is not places.get(name) for name in {*wanted, *filter(is_scale, entry)}):
                 self._check(param, entry, wanted, segments, fills=fills)

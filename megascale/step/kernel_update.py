@@ -77,6 +77,7 @@ class KernelUpdate(GeneralUpdate):
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        # All units first: an obstacle of one sends all of them to the optimizer's own step().
         is_obstructed, are_same = self.inner_step.is_hooked, list[bool]()
         for pending in updates:
             call = self._calls.get(pending.unit)
@@ -103,7 +104,7 @@ class KernelUpdate(GeneralUpdate):
             if pending.call is None:  # as in all updates: the optimizer's own step() is to run
                 return super().apply(updates, decision, mark_written)
             overflow_flags += pending.call.run(pending.unit.params, pending.grads, decision)
-            mark_written(pending.unit)
+            mark_written(pending.unit)  # last of the unit: it may send away what was just written
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return overflow_flags

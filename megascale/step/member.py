@@ -184,7 +184,7 @@ class StepMember:
             self.main_params.residence.require_here("step()")
             self.main_params.require_no_early_write()
             self.sync_from_model()
-            self.update.take_in_state()
+            self.update.take_in_state()  # after it: state of a parameter that is new, or has moved, has new places
             if not self.counter.steps:  # an option that a state dict cannot hold fails now, not at the first save
                 for index, group in enumerate(self.optimizer.param_groups):
                     options = {name: value for name, value in group.items() if name not in NO_OPTIONS}

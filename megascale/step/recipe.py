@@ -62,12 +62,7 @@ from megascale.step.result import CapturedStep, StepObserver, StepRecord, StepRe
 from megascale.step.stalls import StallWatch
 from megascale.step.update import OverflowFlags
 from megascale.utils.calls import span
-from megascale.utils.collectives import (
-    all_gather_object,
-    all_reduce_sum_,
-    group_size,
-    raise_together,
-)
+from megascale.utils.collectives import all_gather_object, all_reduce_sum_, raise_together
 from megascale.utils.transfer import is_capturing, to_device_async
 
 _MAIN_PARAMS = attrgetter("main_params")
@@ -192,7 +187,7 @@ class StepRecipe:
         # Before the loss scale changes: a step that is refused here leaves it as it was. In a capture nothing is known.
         capturing = is_capturing(self.device)
         agreed = None if capturing else self.errors.raise_agreed(stats.vector)
-        for member in self.members:
+        for member in self.members:  # only now: after a step that was refused, the next one compares these values again
             member.unverified_params.clear()
         self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler, capturing=capturing))
         # Observers may raise, too, so that the scale, which is state, changes after them.
@@ -235,7 +230,7 @@ class StepRecipe:
 
     def _take(self, ready: Sequence[Collected], decision: StepDecision) -> StepResult:
         """Take a decided step, whose tensors cannot have changed since they were checked."""
-        self.discard_prepared()
+        self.discard_prepared()  # first: whatever the update raises, no step may be taken twice
         with span("megascale.update"):
             self.errors.record_overflows(self._apply_members(ready, decision))
         on_host = not is_capturing(self.device)  # a captured step on the device only: the host counts its replays
@@ -244,7 +239,7 @@ class StepRecipe:
         with span("megascale.gather"):  # or start the gather that modules wait for
             for member in self.members:
                 member.main_params.end_step()
-        self.errors.raise_local()
+        self.errors.raise_local()  # last: an error of this rank keeps it from no gather
         self.last_result = StepResult(decision.success, decision.grad_norm, decision.num_zeros)
         return self.last_result
 
@@ -462,8 +457,9 @@ class StepRecipe:
         with span("megascale.finish"):
             collected = [*map(StepMember.collect, self.members)]
         with span("megascale.measure"):
-            for own in reversed(collected):
+            for own in reversed(collected):  # the first member's error goes before the others'
                 error = own.error or error
+            # A rank with an error writes no facts down: they read what the error may be about, and must not raise.
             facts = None
             if not self.errors.consensus.is_alone and error is None:
                 facts = self._facts.of_step(collected, clip_grad, self.grad_scaler, self.errors.times_replaced, call)
@@ -533,9 +529,9 @@ class StepRecipe:
         error = next((own.error for own in collected if own.error is not None), None)
         if error is None:
             return collected
-        if group_size(self.groups.grad_stats) == 1:
+        if self.errors.consensus.is_alone:
             raise error
-        self.errors.record(error)
+        self.errors.record(error)  # not before: raised at once, it must not be raised by the next step again
         for member, own in zip(self.members, ready, strict=True):
             for update in own.updates:
                 member.main_params.mark_written(update.unit)  # other ranks gather it from this one

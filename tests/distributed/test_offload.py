@@ -1,5 +1,6 @@
 """offload() and reload() over ranks: shards of both kinds, and DTensors of FSDP2."""
 
+import time
 from typing import Any
 
 import pytest
@@ -80,6 +81,32 @@ def test_no_rank_reads_the_state_of_an_update_that_failed_on_one(ranks: RankPool
     """Main params may be updated in part there: every rank is told, once."""
     for [message] in ranks.run(2, _failed_on, odd):
         assert "the update of the step before failed in host memory, ValueError: broken" in message
+
+
+def _with_a_slow_update(slow: bool) -> dict[str, Tensor]:
+    """Return the weights after two steps whose updates, in the thread, begin late or not."""
+    module = net()
+    config = OptimizerConfig(fp16=True, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
+    scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, 3, 1)
+    optimizer = DistributedOptimizer(INNER["adamw_fused"](module), config, scaler, modules=module)
+
+    def late(kernel: Any, *arguments: Any) -> Any:
+        time.sleep(0.05 * slow)
+        return kernel(*arguments)
+
+    change_host_kernel(optimizer, late)
+    for step in range(2):
+        _step(optimizer, module, batch(step, dist.get_rank(), FP16))
+    optimizer.finish_param_gather()
+    return weights(module)
+
+
+def test_a_shard_is_gathered_once_a_slow_thread_has_updated_it(ranks: RankPool) -> None:
+    """Every rank has the others' new weights, however late these are computed."""
+    for slow, quick in zip(
+        ranks.run(2, _with_a_slow_update, True), ranks.run(2, _with_a_slow_update, False), strict=True
+    ):
+        assert same(slow, quick)
 
 
 def _forgot_to_reload(kind: str, away: list[int]) -> list[str]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import MixedPrecisionOptimizer
+from megascale import ConstantGradScaler, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, GradientError, MainParamOverflowError, UsageError
+from megascale.grad_sync import GradSync
 from tests.counting import OperatorCounter
 from tests.training import (
     INNER,
@@ -47,6 +48,23 @@ def test_frozen_then_unfrozen() -> None:
     kept = dict(optimizer.main_params())["first.weight"].clone()
     optimizer.step()
     assert bits_equal(kept, dict(optimizer.main_params())["first.weight"])
+
+
+def test_frozen_beside_a_grad_sync() -> None:
+    """The very next step leaves it alone: its main grad is there, and zeros would move it by momentum and decay."""
+    module = model()
+    sync = GradSync(module.named_parameters())
+    inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(8.0), grad_sync=sync)
+    for step in range(2):
+        optimizer.zero_grad()
+        optimizer.scale_loss(module(torch.ones(2, 4).half()).float().square().mean()).backward()
+        optimizer.step()
+        if step == 0:
+            module.head.weight.requires_grad_(False)
+            frozen = module.head.weight.detach().clone()
+    assert bits_equal(module.head.weight.detach(), frozen)
+    assert float(inner.state[module.head.weight]["step"]) == 1.0
 
 
 def _of_inference(values: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class ListReader:
         """
         every = tensors if filled is None else filled
         try:
-            addresses = self.addresses(every)
+            addresses = self.addresses(every)  # first: it forgets the others where a form has changed
             before, self._whole = self._whole, None
             self.moved = np.arange(len(every)) if before is None else np.flatnonzero(addresses != before)
             if not self.forms.are_plain:

@@ -97,7 +97,7 @@ class Plan:
         device = grads.filled[0].device
         if grads.on_device is None:
             if self.addresses is None or self.places != grads.places:
-                require_uncaptured(device)
+                require_uncaptured(device)  # first: a refused copy must not count as made
                 self.places, self.addresses = grads.places, copied(grads.addresses, device)
             grads.on_device = self.addresses
             if grads.parts:  # which are updated one after the other

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import math
+import os
 import resource
+import stat
 import zlib
 from collections.abc import Callable
 from itertools import product
@@ -281,3 +283,24 @@ def test_a_file_that_shrinks_after_its_check(folder: Path, tmp_path: Path) -> No
     }
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors has become shorter"):
         PlannedRead(tmp_path, manifest, everything).read()
+
+
+def test_a_checkpoint_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files' names are on disk before the folder gets its own, and that is on disk before save() returns."""
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            calls.append("directory" if os.path.samestat(os.fstat(descriptor), tmp_path.stat()) else "folder")
+
+    def renamed(source: Path, target: Path) -> None:
+        rename(source, target)
+        calls.append("rename")
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    model = nn.Linear(3, 4)
+    save(tmp_path, 1, model, MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters())))
+    assert calls[-3:] == ["folder", "rename", "directory"]

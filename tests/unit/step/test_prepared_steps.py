@@ -8,9 +8,9 @@ import torch
 
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.base_optimizer import MegascaleOptimizer
-from megascale.errors import UsageError
+from megascale.errors import GradientError, UsageError
 from megascale.grad_sync import GradSync
-from tests.training import Tiny, bits_equal, grad_of, model, same_bits
+from tests.training import Sign, Tiny, bits_equal, grad_of, model, same_bits
 
 BETWEEN: dict[str, Callable[[MegascaleOptimizer], Any]] = {
     "nothing": lambda optimizer: None,
@@ -178,3 +178,42 @@ def test_step_takes_clamped_gradients() -> None:
     optimizer.step()
     whole.step_with_ready_grads()
     assert same_bits(_state(module, optimizer), _state(twin, whole))
+
+
+class _Interrupted(Sign):
+    """Its step is interrupted, once, after it has written."""
+
+    is_over = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step."""
+        super().step(closure)
+        if not self.is_over:
+            self.is_over = True
+            raise KeyboardInterrupt
+
+
+def test_an_update_that_was_interrupted_is_not_taken_again() -> None:
+    """Its decision goes before the first write: whoever goes on after the interruption decides on the next step."""
+    module = model()
+    optimizer = MixedPrecisionOptimizer(_Interrupted(module.parameters()), grad_scaler=DynamicGradScaler(8.0))
+    _backward(module, optimizer, 0)
+    optimizer.prepare_grads()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert optimizer.decision is None
+    with pytest.raises(UsageError, match=r"needs prepare_grads\(\) first"):
+        optimizer.step_with_ready_grads()
+
+
+def test_an_error_between_the_halves_is_raised_once() -> None:
+    """By the second half of a rank that is alone, at once: the next step knows nothing of it."""
+    module, optimizer = _make("plain")
+    _backward(module, optimizer, 0)
+    optimizer.prepare_grads()
+    grad_of(module.head.weight).untyped_storage().resize_(0)
+    with pytest.raises(GradientError, match=r"the gradient of 'head\.weight' has lost its memory"):
+        optimizer.step_with_ready_grads()
+    optimizer.zero_grad()
+    _backward(module, optimizer, 1)
+    assert optimizer.step().success
