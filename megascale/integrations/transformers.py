@@ -84,17 +84,27 @@ class MegascaleTrainer(Base):
 
     Raises:
         ArgumentError, ArgumentTypeError: for an option that is unknown, or that TrainingArguments decide.
-        UsageError: for autocast that would compute in another 16-bit format than that of the weights.
+        UsageError: for autocast that would compute in another 16-bit format than that of the weights, or a torch
+            optimizer in ``optimizers=``.
     """
 
     megascale_options: Mapping[str, Any] = {}
     """What ``megascale=None`` stands for."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if Trainer in cls.__mro__ and cls.__mro__.index(Trainer) < cls.__mro__.index(MegascaleTrainer):
+            raise ArgumentTypeError(f"{cls.__name__} derives from MegascaleTrainer behind its trainer: name it first")
+
     def __init__(self, *args: Any, megascale: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        if not isinstance(self, Trainer):
+            raise ArgumentTypeError("MegascaleTrainer is a mixin: write class MyTrainer(MegascaleTrainer, Trainer)")
         self._megascale = options_of(self.megascale_options if megascale is None else megascale)
         if self._megascale.dtype is not None:
             _cast(kwargs.get("model", args[0] if args else None), self._megascale.dtype)
         super().__init__(*args, **kwargs)
+        if not self.args.fp16:  # under autocast the Trainer's own optimizer is scaled by its accelerator
+            _check_optimizer(self)
         _check_precision(self)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -172,11 +182,7 @@ def adopt(trainer: T, **options: Any) -> T:
         raise ArgumentTypeError(f"trainer must be a transformers.Trainer, got {type(trainer).__name__}")
     if isinstance(trainer, MegascaleTrainer):
         raise UsageError("the trainer is a MegascaleTrainer already: give its options as megascale={...}")
-    if trainer.optimizer is not None and not isinstance(trainer.optimizer, MegascaleOptimizer):
-        raise UsageError(
-            f"the trainer has a {type(trainer.optimizer).__name__} already: leave optimizers= out, so that adopt() "
-            "makes one from the arguments, or pass a megascale.MixedPrecisionOptimizer"
-        )
+    _check_optimizer(trainer)
     chosen = options_of(options)
     if chosen.dtype is not None and trainer.optimizer is not None:
         raise UsageError("dtype casts the weights of an optimizer that exists: cast the model before you build that")
@@ -203,6 +209,15 @@ def _adopt_accelerator(trainer: Any, options: NamedOptions) -> None:
     accelerator = trainer.accelerator
     scaler = options.autocast_scaler(accelerator.device.type, _IN_16_BITS) if trainer.args.fp16 else None
     adopt_accelerator(accelerator, grad_scaler=scaler)
+
+
+def _check_optimizer(trainer: Any) -> None:
+    """Raise UsageError for a torch optimizer that was passed: nothing would scale its loss."""
+    if trainer.optimizer is not None and not isinstance(trainer.optimizer, MegascaleOptimizer):
+        raise UsageError(
+            f"the trainer has a {type(trainer.optimizer).__name__} already: leave optimizers= out, so that one is made "
+            "from the arguments, or pass a megascale.MixedPrecisionOptimizer"
+        )
 
 
 def _check_precision(trainer: Any, dtype: torch.dtype | None = None) -> None:

@@ -84,6 +84,8 @@ def _model(source: Source) -> tuple[str, Mapping[str, Any]]:
         where, content = source.where, source.content
     elif len(files) == 1:
         where, content = str(files[0]), read_file(files[0])
+    elif not files:
+        raise InteropError(f"{folder.where} lacks {MODEL_FILES[0]}, which has the weights; copy it, too")
     else:
         raise InteropError(
             f"{folder.where} holds {len(files)} files of model states: model parallelism, or ZeRO-3, whose parameters "
@@ -102,8 +104,12 @@ def _shards(source: Source) -> list[Mapping[str, Any]]:
         stage, counts = number_of(shard.get("zero_stage")), shard.get("partition_count")
         if stage not in (1, 2) or "single_partition_of_fp32_groups" not in shard:
             raise InteropError(f"{path} is of ZeRO stage {stage}; stages 1 and 2 are read; take the scaler alone")
-        if any(count != len(files) for count in (counts if isinstance(counts, (list, tuple)) else [counts])):
-            raise InteropError(f"{path} is one of {counts} partitions, there are {len(files)} files: some are missing")
+        for count in counts if isinstance(counts, (list, tuple)) else [counts]:
+            if count != len(files):
+                raise InteropError(
+                    f"{path} is one of {count} partitions, and {len(files)} files are beside one another "
+                    f"({', '.join(one.name for one in files)}): put there all files of one save, and no other"
+                )
     return shards
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor
@@ -37,7 +38,9 @@ def read_file(path: Path) -> Any:
         raise
     except Exception as error:  # a damaged or malicious file may fail anywhere in the readers
         reason = str(error).partition("\n")[0]
-        raise InteropError(f"{path} cannot be read ({type(error).__name__}: {reason}); is it a checkpoint?") from error
+        raise InteropError(
+            f"{path} cannot be read ({type(error).__name__}: {reason}); is it a checkpoint, and whole?"
+        ) from error
 
 
 def _read_pickle(path: Path) -> Any:
@@ -46,6 +49,11 @@ def _read_pickle(path: Path) -> Any:
         raise InteropError(f"{path} is a tar archive of torch before 0.4; load and save it with such a torch first")
     with open(path, "rb") as stream:
         zipped = stream.read(4) == b"PK\x03\x04"
+    if zipped:  # torch does not compare the checksums that it has written
+        with ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise InteropError(f"{path} is damaged: the checksum of {damaged} in it differs; copy the file again")
     return torch.load(path, map_location="cpu", mmap=zipped or None, weights_only=False, pickle_module=_InertPickle)
 
 

@@ -1,7 +1,9 @@
 """Converts a torch optimizer's state dict, keyed by number, to megascale's state dict, keyed by name."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -9,9 +11,11 @@ from torch import Tensor
 
 from megascale.errors import InteropError, StateDictError
 from megascale.interop.records import InertRecord
-from megascale.state.schema import VERSION
+from megascale.state.schema import EXTRA_STATE, SHARED_STATE, VERSION
 from megascale.utils.portable import portable
 
+PER_ELEMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""State that always has its parameter's shape."""
 Names = Sequence[str] | Sequence[Sequence[str]]
 
 
@@ -26,6 +30,7 @@ class FoundState:
         main_params: by parameter name, fp32.
         mapped: one line for each thing that was taken over.
         not_mapped: one line, with the reason, for each thing that was not taken over or differs.
+        extra: what the optimizer's own ``state_dict()`` has beside state and groups.
     """
 
     system: str
@@ -34,11 +39,13 @@ class FoundState:
     main_params: dict[str, Tensor] = field(default_factory=dict)
     mapped: tuple[str, ...] = ()
     not_mapped: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self, grad_scaler: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict for ``MixedPrecisionOptimizer.load_state_dict``. ``grad_scaler``: its state."""
+        shared = {SHARED_STATE: [{EXTRA_STATE: self.extra}]} if self.extra else {}
         return {
-            "optimizer": {"state": self.states, "param_groups": self.groups},
+            "optimizer": {"state": self.states, "param_groups": self.groups, **shared},
             "main_params": self.main_params,
             "grad_scaler": dict(grad_scaler),
             "version": VERSION,
@@ -108,7 +115,7 @@ def named(
             state = saved["state"].get(key, {})
             states[name] = _portable_state(state if step is None or not state else {"step": step} | state, name)
         options = {key: value for key, value in group.items() if key not in ("params", "param_names", "step")}
-        groups.append(_portable(options, f"{where}, group {index}") | {"params": list(own)})
+        groups.append(portable_mapping(options, f"{where}, group {index}") | {"params": list(own)})
     return groups, states
 
 
@@ -119,14 +126,25 @@ def check_adam(group: Mapping[str, Any], where: str) -> None:
 
 
 def check_shapes(states: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any], where: str) -> None:
-    """Raise InteropError if a state's tensor has another shape than the tensor of that name in ``like``."""
-    for name, state in states.items():
-        shape = like[name].shape if isinstance(like.get(name), Tensor) else None
-        for key, value in state.items():
-            if shape is not None and isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
+    """Raise InteropError if a state per element has another shape than the tensor of that name in ``like``.
+
+    State is per element where its shapes are those of all parameters, in any order. Adafactor's rows are not.
+    """
+    for key in dict.fromkeys(chain.from_iterable(states.values())):
+        values = {name: state[key] for name, state in states.items() if isinstance(state.get(key), Tensor)}
+        shapes = {
+            name: (tuple(value.shape), tuple(like[name].shape))
+            for name, value in values.items()
+            if value.dim() > 0 and isinstance(like.get(name), Tensor)
+        }
+        is_per_element = Counter(found for found, _ in shapes.values()) == Counter(
+            wanted for _, wanted in shapes.values()
+        )
+        for name, (shape, parameter) in shapes.items():
+            if shape != parameter and (is_per_element or key in PER_ELEMENT):
                 raise InteropError(
-                    f"{where}: {key} of {name!r} has shape {tuple(value.shape)}, the parameter has {tuple(shape)}; "
-                    "the names are in another order than the optimizer's parameters: give them with --model-names"
+                    f"{where}: {key} of {name!r} has shape {shape}, the parameter has {parameter}; the names are in "
+                    "another order than the optimizer's parameters: give them with --model-names"
                 )
 
 
@@ -143,13 +161,14 @@ def step_tensor(step: Any) -> Tensor:
 def _portable_state(state: Any, name: str) -> dict[str, Any]:
     if not isinstance(state, Mapping):
         raise InteropError(f"optimizer state of {name!r} is {state!r}, which cannot be read")
-    packed: dict[str, Any] = _portable(state, f"optimizer state of {name!r}")
+    packed: dict[str, Any] = portable_mapping(state, f"optimizer state of {name!r}")
     if isinstance(packed.get("step"), (int, float, Tensor)):
         packed["step"] = step_tensor(packed["step"])
     return {key: own(value) if isinstance(value, Tensor) else value for key, value in packed.items()}
 
 
-def _portable(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
+def portable_mapping(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """Return ``value`` as a state dict can hold it. Raises InteropError, naming what it cannot hold."""
     if strange := [key for key, item in value.items() if isinstance(item, InertRecord)]:
         raise InteropError(
             f"{where}: {strange[0]!r} is {value[strange[0]]!r}; save plain tensors (of a sharded checkpoint: "

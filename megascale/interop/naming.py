@@ -90,7 +90,8 @@ def check_rounding(mains: Mapping[str, Tensor], model: Mapping[str, Any], where:
     if differ:
         raise InteropError(
             f"{where}: the model's weights {listed(differ)} are not their main params, rounded: the files do "
-            f"not belong together, or the names are in another order; {REMEDY}"
+            "not belong together, as a rank's file of another save or rank; or, where no names are recorded, they are "
+            f"in another order: {REMEDY}"
         )
 
 

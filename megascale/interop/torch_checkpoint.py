@@ -17,6 +17,7 @@ from megascale.interop.named_state import (
     is_torch_state,
     named,
     own,
+    portable_mapping,
     sizes_of,
 )
 from megascale.interop.naming import names_by_order
@@ -113,7 +114,10 @@ def named_torch_state(
         mapped.append(f"{len(mains)} weights as main params: the optimizer updated them")
         if any(model[name].dtype in HALF_DTYPES for name in mains):
             notes.append("some weights are 16-bit and have no main params in it: the weights become these, in fp32")
-    return FoundState(system, groups, states, mains, tuple(mapped), tuple(notes))
+    extra = portable_mapping({key: saved[key] for key in saved if key not in ("state", "param_groups")}, where)
+    if extra:
+        mapped.append(f"{', '.join(extra)}: of the optimizer's own state_dict()")
+    return FoundState(system, groups, states, mains, tuple(mapped), tuple(notes), extra)
 
 
 def _as_main(weight: Tensor) -> Tensor:

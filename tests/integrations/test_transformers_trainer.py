@@ -242,8 +242,15 @@ def test_what_cannot_be_adopted(tmp_path: Path) -> None:
     plain = torch.optim.AdamW(model.parameters())
     args = arguments(TrainingArguments, tmp_path)
     trainer = PlainTrainer(model=model, args=args, train_dataset=Samples(), optimizers=(plain, None))
-    with pytest.raises(UsageError, match="has a AdamW already: leave optimizers= out"):
-        adopt(trainer)
+    for refused in (lambda: adopt(trainer), lambda: HalfTrainer(model=model, args=args, optimizers=(plain, None))):
+        with pytest.raises(UsageError, match="has a AdamW already: leave optimizers= out"):
+            refused()
+    with pytest.raises(
+        ArgumentTypeError, match="Behind derives from MegascaleTrainer behind its trainer: name it first"
+    ):
+        type("Behind", (PlainTrainer, MegascaleTrainer), {})
+    with pytest.raises(ArgumentTypeError, match=r"is a mixin: write class MyTrainer\(MegascaleTrainer, Trainer\)"):
+        MegascaleTrainer(model=model, args=args)
     with pytest.raises(ArgumentError, match="model is 'some/name': leave dtype out"):
         HalfTrainer(model="some/name", args=args, megascale={"dtype": "fp16"})
 

@@ -54,6 +54,38 @@ def test_a_source_is_never_changed_nor_aliased(tmp_path: Path) -> None:
     assert all(one["exp_avg"].any() for one in checkpoint["optimizer"]["state"].values())
 
 
+class Counting(torch.optim.Adafactor):
+    """Saves a count of its own."""
+
+    count = 3
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add the count."""
+        return super().state_dict() | {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it."""
+        self.count = state_dict["count"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+def test_state_of_other_shapes_and_entries_of_its_own() -> None:
+    """Adafactor's rows and columns have no parameter's shape; what else its state_dict() has goes on, too."""
+    model, half = nn.Linear(8, 4), nn.Linear(8, 4).half()
+    inner = Counting(model.parameters())
+    model(torch.ones(3, 8)).sum().backward()
+    inner.step()
+    inner.count = 5
+    converted = convert({"model": model.state_dict(), "optimizer": inner.state_dict()}, None)
+    assert "count: of the optimizer's own state_dict()" in converted.report()
+    scaler = DynamicGradScaler()
+    optimizer = MixedPrecisionOptimizer(Counting(half.named_parameters()), None, scaler)
+    optimizer.load_state_dict(dict(converted.state_dict) | {"grad_scaler": scaler.state_dict()})
+    assert optimizer.optimizer.count == 5  # type: ignore[attr-defined]
+    for key, value in inner.state[model.weight].items():
+        assert bits_equal(optimizer.state[half.weight][key], value)
+
+
 def test_a_scaler_alone_converts(tmp_path: Path) -> None:
     """A scaler's file becomes a state dict that strict=False loads for its scaler."""
     torch.save(SCALER, tmp_path / "scaler.pt")
@@ -278,6 +310,16 @@ def test_zero_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     torch.save({"optimizer_state_dict": content["optimizer_state_dict"] | {"zero_stage": 3}}, shard)
     with pytest.raises(InteropError, match="ZeRO stage 3"):
         convert(folder, None)
+    torch.save(content, shard)
+    damaged = bytearray(shard.read_bytes())
+    place = damaged.index(content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].numpy().tobytes())
+    damaged[place] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(InteropError, match=r"rank_1_mp.* is damaged: the checksum of .*; copy the file again"):
+        convert(folder, None)
     shard.unlink()
-    with pytest.raises(InteropError, match="some are missing"):
+    with pytest.raises(InteropError, match="all files of one save"):
+        convert(folder, None)
+    (folder / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(InteropError, match=r"lacks mp_rank_\*_model_states.pt"):
         convert(folder, None)
