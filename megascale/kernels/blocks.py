@@ -1,6 +1,7 @@
 """Cache-sized blocks: runs of 1-D pieces of many parameters that go through cache together, and their scratch."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -61,15 +62,12 @@ class RoundingWatch:
     def flags(self, device: torch.device) -> Tensor:
         """Return a bool per row, shape [rows]: whether a rounding is not finite. NaN counts too."""
         nothing = torch.zeros((), device=device)
-        lows, highs = [], []
-        for found in self._extremes:
-            low, high = found[0] if found else (nothing, nothing)
-            if len(found) > 1:
-                low = torch.stack([one for one, _ in found]).amin()
-                high = torch.stack([one for _, one in found]).amax()
-            lows.append(low)
-            highs.append(high)
-        return ((torch.stack(lows) > -FP16_OVERFLOW) & (torch.stack(highs) < FP16_OVERFLOW)).logical_not_()
+        extremes = [found or [(nothing, nothing)] for found in self._extremes]
+        lows, highs = map(torch.stack, zip(*chain.from_iterable(extremes), strict=True))
+        overflowed = ((lows > -FP16_OVERFLOW) & (highs < FP16_OVERFLOW)).logical_not_()
+        if len(overflowed) == len(extremes):
+            return overflowed
+        return torch.stack([pieces.any() for pieces in overflowed.split(list(map(len, extremes)))])
 
 
 class Block:

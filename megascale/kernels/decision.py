@@ -146,7 +146,11 @@ class TorchDecisions:
 
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
         """See :class:`megascale.kernels.Backend`. For optimizers that run their own ``step()``."""
-        return [grad.to(main.dtype) * coefficient for grad, main in zip(grads, mains, strict=True)]
+        unscaled = [torch.empty_like(main) for main in mains]
+        if unscaled:
+            torch._foreach_copy_(unscaled, grads)
+            torch._foreach_mul_(unscaled, coefficient)
+        return unscaled
 
     def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""

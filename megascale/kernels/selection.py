@@ -38,11 +38,7 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
     fastest = "native"
     if device is not None and device.type != "cpu":
         fastest = "triton" if _is_accelerator(device) else "torch"
-    try:
-        return _MAKERS[fastest](device)
-    except UsageError as error:
-        _warn_once(f"{error}\nUsing the torch backend")
-        return TorchBackend()
+    return _or_torch(lambda: _MAKERS[fastest](device))
 
 
 def host_backend() -> Backend:
@@ -57,8 +53,13 @@ def host_backend() -> Backend:
     cores = _cores()
     # The launcher may have divided its cores already (torchrun --numa-binding, numactl): not a second time.
     divided = max(cores, _cores(os.getppid())) // num_ranks
+    return _or_torch(lambda: NativeBackend(max(1, min(cores, divided))))
+
+
+def _or_torch(make: Callable[[], Backend]) -> Backend:
+    """Return what ``make`` returns; torch, with a warning, if that does not work here."""
     try:
-        return NativeBackend(max(1, min(cores, divided)))
+        return make()
     except UsageError as error:
         _warn_once(f"{error}\nUsing the torch backend")
         return TorchBackend()

@@ -45,14 +45,6 @@ class TorchBackend(TorchDecisions, TorchRemainders):
             table = torch.stack(values).to(exact).view(len(pieces), -1)
         return TensorStats.of_pieces(table, num_pieces)
 
-    def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
-        """See :class:`megascale.kernels.Backend`."""
-        unscaled = [torch.empty_like(main) for main in mains]
-        if unscaled:
-            torch._foreach_copy_(unscaled, grads)
-            torch._foreach_mul_(unscaled, coefficient)
-        return unscaled
-
     @of_trained
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""

@@ -25,7 +25,8 @@ from megascale.kernels import (
     SgdHyper,
     TorchBackend,
 )
-from megascale.kernels.apex_backend import PIECE, ApexBackend
+from megascale.kernels.apex_backend import ApexBackend
+from megascale.kernels.blocks import BLOCK_ON_DEVICE
 from tests.training import bits_equal
 
 
@@ -158,8 +159,8 @@ def _no_sync() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_statistics_equal_fp64(dtype: torch.dtype) -> None:
-    """Sum of squares to fp32 accuracy, exact counts, for every shape, alignment and emptiness, and beyond one piece."""
-    grads = [*_tensors(dtype, seed=0), torch.ones(2 * PIECE + 5, dtype=dtype, device=DEVICE)]
+    """Sum of squares to fp32 accuracy, exact counts, for every shape, alignment and emptiness, and beyond one block."""
+    grads = [*_tensors(dtype, seed=0), torch.ones(BLOCK_ON_DEVICE + 5, dtype=dtype, device=DEVICE)]
     grads[4][1, 2], grads[4][0, 0], grads[5][123_456], grads[-1][-1] = math.inf, math.nan, -math.inf, math.nan
     grads[6].zero_()
     grads[5][:1000] = 0

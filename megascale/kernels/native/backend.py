@@ -180,10 +180,6 @@ class NativeBackend(TorchDecisions, TorchRemainders):
         self._library.rescale(found_inf.data_ptr(), *map(Tensor.data_ptr, state), ctypes.byref(constants))
         increment_version(state)
 
-    def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
-        """See :class:`megascale.kernels.Backend`."""
-        return self._torch.unscale(grads, mains, coefficient)
-
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])

@@ -47,7 +47,7 @@ class Forms:
         self.columns = columns = columns or [list(map(look, tensors)) for look in LOOKS]
         _, self.dtypes, self._devices, self.shapes, self.strides, self._contiguous, *flags = columns
         self._negative, self._of_inference, self.requires_grad = flags
-        self._codes: list[tuple[Mapping[torch.dtype, int], NDArray[np.int64]]] = []
+        self._codes: dict[int, NDArray[np.int64]] = {}
         self._cut: tuple[Sequence[slice], list[Forms]] | None = None
 
     def cut(self, parts: Sequence[slice]) -> "list[Forms]":
@@ -86,13 +86,13 @@ class Forms:
         return self.numels.tobytes(), numbers, frozenset(self.devices), *layouts
 
     def dtype_codes(self, codes: Mapping[torch.dtype, int]) -> NDArray[np.int64]:
-        """Return the code of each tensor's dtype, shape [tensors]. ``codes``: never changes."""
-        for known, numbers in self._codes:
-            if known is codes:
-                return numbers
-        numbers = np.array([codes[dtype] for dtype in self.dtypes], dtype=np.int64)
-        self._codes.append((codes, numbers))
-        return numbers
+        """Return the code of each tensor's dtype, -1 where it has none: shape [tensors].
+
+        ``codes``: a constant of a module.
+        """
+        if id(codes) not in self._codes:
+            self._codes[id(codes)] = np.array([codes.get(dtype, -1) for dtype in self.dtypes], dtype=np.int64)
+        return self._codes[id(codes)]
 
     @cached_property
     def are_plain(self) -> bool:

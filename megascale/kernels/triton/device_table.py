@@ -35,18 +35,9 @@ SCALES = (FIRST_SCALE, SECOND_SCALE)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, REMAINDER_DTYPE, *CODE_DTYPES)
 SAME, UNKNOWN = len(DTYPES), -1  # further codes: the row's first tensor again; a dtype not in DTYPES
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 Dtypes = tuple[torch.dtype | None, ...]
-
-
-class _Codes(dict[torch.dtype, int]):
-    """The index of a dtype in :data:`DTYPES`."""
-
-    def __missing__(self, dtype: torch.dtype) -> int:
-        return UNKNOWN
-
-
-_CODES = _Codes((dtype, code) for code, dtype in enumerate(DTYPES))
 
 
 @dataclass(frozen=True)
