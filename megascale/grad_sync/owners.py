@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from megascale.grad_sync.layout import DEFAULT_ALIGNMENT, Bucket, ParamSize, Placement, rounded_up
-from megascale.utils import validate
 
 MOST_PADDED = 1.25
 """How much longer a bucket may become for equal shards: on each rank in main grads, and in weights.
@@ -37,40 +36,29 @@ def update_cost(shape: Sequence[int]) -> int:
     return math.prod(shape) * min(shape[-2:])
 
 
-class OwnerLoads:
-    """What each rank has to update, added up over all buckets.
+Load = tuple[int, int, int]
+"""Cost and elements of what a rank owns, and the rank."""
 
-    Args:
-        num_shards: ranks that share each bucket, 1 or more.
 
-    Attributes:
-        costs: for each rank, the cost of all that it owns; see :func:`update_cost`.
-        numels: for each rank, the elements of all that it owns.
+def assign_owners(buckets: Sequence[Sequence[ParamSize]], loads: list[Load]) -> dict[str, int]:
+    """Return the owner of each parameter, by name. Of ranks with equal costs, that with fewer elements is taken.
+
+    ``loads``: of all ranks, the idlest first: a heap, which begins as ``[(0, 0, rank) for rank in range(num_ranks)]``.
+    What is assigned is added, so that loads add up over calls.
     """
+    owners: dict[str, int] = {}
+    for bucket in sorted(buckets, key=lambda bucket: -max((size.cost for size in bucket), default=0)):
+        for size in sorted(bucket, key=lambda size: (-size.cost, -size.numel)):
+            cost, numel, rank = loads[0]
+            heapq.heapreplace(loads, (cost + size.cost, numel + size.numel, rank))
+            owners[size.name] = rank
+    return owners
 
-    def __init__(self, num_shards: int) -> None:
-        validate.integer("num_shards", num_shards, minimum=1)
-        self.costs = [0] * num_shards
-        self.numels = [0] * num_shards
 
-    def assign(self, buckets: Sequence[Sequence[ParamSize]]) -> dict[str, int]:
-        """Return the owner of each parameter, by name. Of ranks with equal costs, that with fewer elements is taken."""
-        idlest = [(cost, numel, rank) for rank, (cost, numel) in enumerate(zip(self.costs, self.numels, strict=True))]
-        heapq.heapify(idlest)
-        owners: dict[str, int] = {}
-        for bucket in sorted(buckets, key=lambda bucket: -max((size.cost for size in bucket), default=0)):
-            for size in sorted(bucket, key=lambda size: (-size.cost, -size.numel)):
-                cost, numel, rank = idlest[0]
-                heapq.heapreplace(idlest, (cost + size.cost, numel + size.numel, rank))
-                owners[size.name] = rank
-        for cost, numel, rank in idlest:
-            self.costs[rank], self.numels[rank] = cost, numel
-        return owners
-
-    def grouped(self, buckets: Sequence[Bucket], sizes: Mapping[str, ParamSize]) -> list[Bucket]:
-        """Return ``buckets`` by owner, who are assigned here: see :func:`group_by_owner`. ``sizes``: by name."""
-        owners = self.assign([[sizes[placement.name] for placement in bucket.placements] for bucket in buckets])
-        return [group_by_owner(bucket, owners, len(self.costs)) for bucket in buckets]
+def grouped(buckets: Sequence[Bucket], sizes: Mapping[str, ParamSize], loads: list[Load]) -> list[Bucket]:
+    """Return ``buckets`` by owner, who are assigned here: see :func:`group_by_owner`. ``sizes``: by name."""
+    owners = assign_owners([[sizes[placement.name] for placement in bucket.placements] for bucket in buckets], loads)
+    return [group_by_owner(bucket, owners, len(loads)) for bucket in buckets]
 
 
 def group_by_owner(

@@ -105,9 +105,7 @@ class BucketReduction(ABC):
         self.cuts = list(pairwise(cuts or ()))
         self.own = slice(*self.cuts[self.rank]) if self.cuts else slice(None)
         self.kept = flat[self.own]
-        self._is_copied = travel_dtype != flat.dtype
         self._num_holders = group_size(group.holders)
-        self.alone = self._num_holders == 1
         self._pre_divisor = self._num_holders if travel_dtype.itemsize < 4 else 1
         self._can_average = travel_dtype.itemsize >= 4 and can_average_exactly(group.holders, flat.device)
         self._averages = False
@@ -125,7 +123,7 @@ class BucketReduction(ABC):
         self._divisor = divisor
         self._averages = self._can_average and not isinstance(divisor, Tensor) and divisor == self._num_holders
         self._order.write()
-        if self.alone:
+        if self._num_holders == 1:
             divide_(self.kept, divisor)
         else:
             self.begin()
@@ -151,7 +149,7 @@ class BucketReduction(ABC):
 
     def packed(self) -> Tensor:
         """Return the payload: the bucket itself, or a copy in ``travel_dtype``."""
-        if not self._is_copied:
+        if self.travel_dtype == self.flat.dtype:
             divide_(self.flat, self._pre_divisor)
             return self.flat
         payload = torch.empty_like(self.flat, dtype=self.travel_dtype)

@@ -7,7 +7,7 @@ from torch import nn
 from typing_extensions import override
 
 from megascale.grad_sync.layout import Bucket, ParamSize, build_buckets
-from megascale.grad_sync.owners import OwnerLoads
+from megascale.grad_sync.owners import Load, grouped
 from megascale.grad_sync.sync import GradSync
 from megascale.parallel import GradGroup
 from megascale.utils.collectives import group_size
@@ -31,7 +31,7 @@ class ShardedGradSync(GradSync):
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, by_parameter: bool = False, **options: Any
     ) -> None:
         self._by_parameter = by_parameter
-        self._loads: dict[bool, OwnerLoads] = {}
+        self._loads: dict[bool, list[Load]] = {}
         super().__init__(named_parameters, **options)
 
     @override
@@ -47,5 +47,5 @@ class ShardedGradSync(GradSync):
         even = build_buckets(sizes, num_shards, bucket_numel=self._bucket_numel)
         if not self._by_parameter:
             return even
-        loads = self._loads.setdefault(expert, OwnerLoads(num_shards))
-        return loads.grouped(even, {size.name: size for size in sizes})
+        loads = self._loads.setdefault(expert, [(0, 0, rank) for rank in range(num_shards)])
+        return grouped(even, {size.name: size for size in sizes}, loads)

@@ -468,7 +468,7 @@ class GradSync:
             for name, param in bucket.params.items():
                 if param.grad is None:
                     continue
-                wrong = why_not_taken(name, param, bucket)
+                wrong = why_not_taken(name, param, param.grad, bucket)
                 if wrong is None:
                     self._accumulate(name, param, bucket)
                 error = error or wrong

@@ -34,11 +34,8 @@ def memory_error(name: str, grad: Tensor, param: Tensor) -> GradientError | None
     return None
 
 
-def why_not_taken(name: str, param: nn.Parameter, bucket: SyncedBucket) -> GradientError | None:
+def why_not_taken(name: str, param: nn.Parameter, grad: Tensor, bucket: SyncedBucket) -> GradientError | None:
     """Return the error for a gradient that the caller put into ``param.grad``; None if it can be taken."""
-    grad = param.grad
-    if grad is None:
-        return None
     if is_dtensor(grad):
         return GradientError(f"the gradient of {name!r} is a DTensor, its parameter is none; call grad.to_local()")
     if grad.layout != torch.strided:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megascale.grad_sync.layout import ParamSize
-from megascale.grad_sync.owners import OwnerLoads, update_cost
+from megascale.grad_sync.owners import assign_owners, update_cost
 from megascale.utils.collectives import all_to_all, group_rank, group_size
 from megascale.utils.dtensors import held, is_dtensor
 
@@ -125,7 +125,7 @@ class _Join:
         self._group = group
         self._rank, self._ranks = group_rank(group), group_size(group)
         sizes = [ParamSize(str(index), shape.numel(), cost=update_cost(shape)) for index, shape in enumerate(shapes)]
-        owners = OwnerLoads(self._ranks).assign([sizes])
+        owners = assign_owners([sizes], [(0, 0, rank) for rank in range(self._ranks)])
         self._owned: list[list[int]] = [[] for _ in range(self._ranks)]
         for index in range(len(shapes)):
             self._owned[owners[str(index)]].append(index)
