@@ -22,13 +22,13 @@ from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree
 from megascale.checkpoint.pieces import HostMemory, Place, on_host, pieces_of
+from megascale.checkpoint.progress import progress_bar
 from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
 from megascale.utils import call_site, validate, wording
 from megascale.utils.collectives import group_rank, group_size, host_group, twin_group
 from megascale.utils.consensus import differing, explained
-from megascale.utils.progress import progress_bar
 from megascale.utils.unraised import UnraisedError
 
 

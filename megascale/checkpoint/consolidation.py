@@ -15,11 +15,11 @@ from megascale.checkpoint.contents import MAIN_PARAMS, PARAM_NAMES, tree_of
 from megascale.checkpoint.files import PlannedRead
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, join, leaves, unflatten
+from megascale.checkpoint.progress import progress_bar, torch_save
 from megascale.checkpoint.read_targets import ReadTargets
 from megascale.errors import ArgumentTypeError, CheckpointError
 from megascale.utils import validate
 from megascale.utils.atomic_files import atomic_write
-from megascale.utils.progress import progress_bar, torch_save
 
 
 def consolidate(

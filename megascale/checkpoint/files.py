@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from megascale.checkpoint.manifest import BLOCK_BYTES, DataFile, Manifest, Piece
 from megascale.checkpoint.pieces import Place, bytes_of
+from megascale.checkpoint.progress import advance
 from megascale.errors import CheckpointError
-from megascale.utils.progress import advance
 
 SAFETENSORS = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},

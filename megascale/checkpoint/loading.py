@@ -30,6 +30,7 @@ from megascale.checkpoint.contents import (
 from megascale.checkpoint.files import PlannedRead
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, unflatten
+from megascale.checkpoint.progress import progress_bar
 from megascale.checkpoint.read_targets import ReadTargets
 from megascale.errors import CheckpointError, MegascaleError
 from megascale.main_params.shard import ParamShard
@@ -37,7 +38,6 @@ from megascale.parallel import ParallelGroups
 from megascale.utils import validate
 from megascale.utils.collectives import group_rank, group_size
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.progress import progress_bar
 
 Groups = ParallelGroups | ProcessGroup | DeviceMesh | None
 

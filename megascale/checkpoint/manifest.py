@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from megascale.checkpoint.directory import MANIFEST_NAME
 from megascale.checkpoint.nest import Tree, leaves
+from megascale.checkpoint.progress import advance, progress_bar
 from megascale.errors import CheckpointError
-from megascale.utils.progress import advance, progress_bar
 
 FORMAT = 3
 BLOCK_BYTES = 1 << 22

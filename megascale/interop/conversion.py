@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megascale.checkpoint.progress import torch_save
 from megascale.errors import InteropError
 from megascale.interop.formats import AUTO, format_of
 from megascale.interop.loading import find_scaler
@@ -14,7 +15,6 @@ from megascale.interop.scaler_state import FoundScaler
 from megascale.interop.source import damage_named, open_source
 from megascale.utils import validate
 from megascale.utils.atomic_files import atomic_write
-from megascale.utils.progress import torch_save
 
 SCALER_ALONE = FoundState(
     "", not_mapped=("no main params and no optimizer state: load the file with strict=False, for its scaler",)

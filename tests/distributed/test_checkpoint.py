@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import MixedPrecisionOptimizer
-from megascale.checkpoint import Checkpointer, load, save
+from megascale.checkpoint import Checkpointer, load, progress, save
 from megascale.errors import ArgumentTypeError, CheckpointError, RankError
-from megascale.utils import progress
 from megascale.utils.collectives import twin_group
 from tests.checkpoint_cases import build, differences, message_of, state_of, train
 from tests.pool import RankPool

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.checkpoint import Checkpointer, consolidate
+from megascale.checkpoint import Checkpointer, consolidate, progress
 from megascale.checkpoint.__main__ import main as checkpoint_program
 from megascale.cli import main as program
 from megascale.interop import convert
-from megascale.utils import progress
 from tests.checkpoint_cases import build, train
 from tests.terminal import terminal
 from tests.unit.interop.checkpoints import torch_checkpoint
