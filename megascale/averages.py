@@ -18,7 +18,7 @@ from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.step.arguments import device_of
 from megascale.utils.calls import methods_outside_of_graphs
-from megascale.utils.collectives import raise_together
+from megascale.utils.collectives import raising_together
 from megascale.utils.dtensors import dtensor_like, to_local
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.param_names import renames
@@ -223,13 +223,9 @@ class AveragedMainParams:
         Raises:
             StateDictError: on every rank alike; nothing has changed.
         """
-        error: Exception | None = None
         planned: list[tuple[Tensor, Tensor]] = []
-        try:
+        with raising_together(self._group):
             planned = self._plan(state_dict)
-        except Exception as caught:  # any failure of one rank must reach the others
-            error = caught
-        raise_together(error, self._group)
         for live, value in planned:
             live.copy_(value)
         self.n_averaged.copy_(state_dict["n_averaged"])
@@ -245,9 +241,7 @@ class AveragedMainParams:
             raise StateDictError(f"state dict's n_averaged must be an int64 tensor of one element, got {count!r}")
         own = dict(self._buffers_like_model())
         live = {entry.name: entry.source.model for entry in self._entries}
-        averages, buffers = _under_live_names("averages", averages, live), _under_live_names("buffers", buffers, own)
-        _check_tensors("averages", averages, live)
-        _check_tensors("buffers", buffers, own)
+        averages, buffers = _named_tensors("averages", averages, live), _named_tensors("buffers", buffers, own)
         planned = [
             (
                 entry.average,
@@ -317,21 +311,20 @@ def _sources(model: nn.Module, owners: Sequence[MainParams]) -> list[tuple[str, 
     return sources
 
 
-def _under_live_names(what: str, given: Any, live: Mapping[str, Any]) -> Any:
-    """Return saved tensors with the names that they have here; see :func:`megascale.utils.param_names.renames`."""
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        return given
-    new = renames(given, live, f"state dict's {what!r}")
-    return {new.get(name, name): value for name, value in given.items()}
+def _named_tensors(what: str, given: Any, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return saved tensors by the names that they have here; see :func:`megascale.utils.param_names.renames`.
 
-
-def _check_tensors(what: str, given: Any, expected: Mapping[str, Tensor]) -> None:
-    """Raise StateDictError unless ``given`` maps the expected names to tensors of the expected shapes."""
-    names = sorted(map(str, given)) if isinstance(given, Mapping) else None
-    if names != sorted(expected):
-        got = type(given).__name__ if names is None else listed(names) or "nothing"
-        raise StateDictError(f"state dict's {what!r} must be of {listed(sorted(expected))}, got {got}")
-    for name, tensor in expected.items():
-        if not isinstance(given[name], Tensor) or given[name].shape != tensor.shape:
-            shape = tuple(given[name].shape) if isinstance(given[name], Tensor) else type(given[name]).__name__
+    Raises StateDictError unless they have the names and shapes of ``live``.
+    """
+    is_named = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+    new = renames(given, live, f"state dict's {what!r}") if is_named else {}
+    named = {new.get(name, name): value for name, value in given.items()} if is_named else {}
+    if not is_named or named.keys() != live.keys():
+        got = (listed(sorted(named)) or "nothing") if is_named else type(given).__name__
+        raise StateDictError(f"state dict's {what!r} must be of {listed(sorted(live))}, got {got}")
+    for name, tensor in live.items():
+        value = named[name]
+        if not isinstance(value, Tensor) or value.shape != tensor.shape:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise StateDictError(f"state dict's {what}[{name!r}] must have shape {tuple(tensor.shape)}, got {shape}")
+    return named

@@ -26,7 +26,7 @@ from megascale.step.recipe import StepRecipe
 from megascale.step.result import StepResult
 from megascale.utils import announce, call_site, validate
 from megascale.utils.calls import methods_outside_of_graphs, with_step_hooks
-from megascale.utils.collectives import raise_together
+from megascale.utils.collectives import raise_together, raising_together
 from megascale.utils.dtensors import to_local
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
     def _settings_error(self) -> UsageError | None:
         """Return an error if what was set since the last step does not fit together."""
-        raise NotImplementedError
+        return misuse.scaler_conflict(self.recipe.grad_scaler, (self,))
 
     # The step
 
@@ -244,7 +244,8 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         """
         members, parts = self.recipe.members, self.parts()
         with lent_main_params(self.recipe, members, self._settings_error(), with_grads=True) as dropped:
-            yield self._wrapped()
+            inner = [part.optimizer for part in parts]
+            yield inner[0] if parts == [self] else tuple(inner)
         for member, part in zip(members, parts, strict=True):
             if any(member is one for one in dropped):
                 part.zero_grad()
@@ -268,10 +269,6 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             with lent_main_params(self.recipe, [member for member, _ in found], None, with_grads=False):
                 for _, method in found:
                     method()
-
-    def _wrapped(self) -> Any:
-        """Return the wrapped optimizer; of a chain, a tuple of them."""
-        raise NotImplementedError
 
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param.
@@ -311,17 +308,13 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         rounds to inf in fp16, and between :meth:`offload` and :meth:`reload`.
         """
         require_values(self.device)
-        error: Exception | None = None
-        try:
+        with raising_together(self.groups.grad_stats):
             for member in self.recipe.members:
                 member.main_params.residence.require_here("copy_main_params_to_model()")
                 member.sync_from_model()
                 for param in member.main_params:
                     if param.is_copy and param.remainder is None:
                         check_fits_model(param.name, param.main, param.model)
-        except Exception as caught:  # whatever it is: other ranks wait
-            error = caught
-        raise_together(error, self.groups.grad_stats)
         for member in self.recipe.members:
             for param in member.main_params:
                 if param.is_copy and param.remainder is None:
@@ -416,18 +409,15 @@ class MegascaleOptimizer(torch.optim.Optimizer):
                 while values are copied, as of memory, a part is: load again.
         """
         require_values(self.device)
-        error: Exception | None = None
         planned: list[tuple[LiveState, Plan]] = []
-        try:
+        # Nothing changes in here. To load may communicate, and no rank must be missing in it.
+        with raising_together(self.groups.grad_stats):
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = pre_hook(self, state_dict) or state_dict
             parts = self.live_parts(state_dict, strict)
             memory = {address for live, _ in parts for address in live.memory()}
             planned = [(live, live.plan(part, memory, strict=strict)) for live, part in parts]
-        except Exception as caught:  # any failure of one rank must reach the others
-            error = caught
-        # Nothing has changed yet. To load may communicate, and no rank must be missing in it.
-        raise_together(error, self.groups.grad_stats)
+        error: Exception | None = None
         for live, plan in planned:
             try:
                 live.apply(plan)
@@ -440,12 +430,9 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             remarks := dict.fromkeys(remark for _, plan in planned for remark in plan.remarks)
         ) and announce.is_first_rank():
             call_site.warn(f"load_state_dict() takes moments and options as they were saved; {'; '.join(remarks)}")
-        try:
+        with raising_together(self.groups.grad_stats):
             for post_hook in self._optimizer_load_state_dict_post_hooks.values():
                 post_hook(self)
-        except Exception as caught:  # whatever it is: other ranks would go on alone
-            error = caught
-        raise_together(error, self.groups.grad_stats)
 
     def live_states(self) -> list[LiveState]:
         """Return the live state of each optimizer that steps here, with the model's changes taken over."""

@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -77,10 +76,6 @@ class ChainedOptimizer(MegascaleOptimizer):
     def parts(self) -> list[MixedPrecisionOptimizer]:
         """Return its members; see :meth:`MegascaleOptimizer.parts`."""
         return self.optimizers
-
-    @override
-    def _wrapped(self) -> tuple[torch.optim.Optimizer, ...]:
-        return tuple(one.optimizer for one in self.optimizers)
 
     @override
     def _settings_error(self) -> UsageError | None:

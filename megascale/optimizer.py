@@ -13,7 +13,7 @@ from typing_extensions import override
 from megascale.base_optimizer import MegascaleOptimizer, require_scaler
 from megascale.casting import warn_of_cast_buffers
 from megascale.config import OptimizerConfig
-from megascale.errors import ArgumentError, UsageError, listed
+from megascale.errors import ArgumentError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.kernels import select_backend
@@ -147,14 +147,6 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     def parts(self) -> "list[MixedPrecisionOptimizer]":
         """Return the optimizer itself; see :meth:`MegascaleOptimizer.parts`."""
         return [self]
-
-    @override
-    def _wrapped(self) -> torch.optim.Optimizer:
-        return self.optimizer
-
-    @override
-    def _settings_error(self) -> UsageError | None:
-        return misuse.scaler_conflict(self.recipe.grad_scaler, (self,))
 
     @property
     def reduces_in_backward(self) -> bool:

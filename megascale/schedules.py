@@ -8,7 +8,7 @@ steps landed before it, exactly.
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -310,9 +310,7 @@ def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
 
 def _make_plain(scheduler: LRScheduler) -> None:
     """Turn tensors that a scheduler keeps, here and in its groups, into numbers: those of an lr given as a tensor."""
-    state = scheduler.state_dict()
-    if _plain(state) is not state:
-        scheduler.load_state_dict(_plain(state))
+    scheduler.load_state_dict(_plain(scheduler.state_dict()))
     defaults = scheduler.optimizer.defaults
     for group in scheduler.optimizer.param_groups:
         kept = {key: value for key, value in group.items() if key not in defaults and key not in ("params", "lr")}
@@ -322,23 +320,9 @@ def _make_plain(scheduler: LRScheduler) -> None:
 def _plain(value: Any) -> Any:
     """Return ``value`` with Python's numbers for numpy's and for tensors of one element, as ``torch.load`` reads them.
 
-    The same object where there are none.
+    Containers are copies.
     """
-    if _is_scalar(value):
-        return number_of(value)
-    if isinstance(value, dict):
-        items = [(plain(key), _plain(item)) for key, item in value.items()]
-        if all(new[0] is old[0] and new[1] is old[1] for new, old in zip(items, value.items(), strict=True)):
-            return value
-        made = copy.copy(value)
-        made.clear()
-        for key, item in items:
-            made[key] = item
-        return made
-    if type(value) in (list, tuple):
-        parts = type(value)(map(_plain, value))
-        return parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value
-    return plain(value)
+    return _mapped(lambda one: number_of(one) if _is_scalar(one) else plain(one), value)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -357,14 +341,27 @@ def _copied(value: Any) -> Any:
 
     A schedule's callable may hold a model or an optimizer, which cannot be deep-copied.
     """
-    if isinstance(value, Tensor):
-        return value.detach().clone()
+
+    def copy_of(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return one.detach().clone()
+        is_container = isinstance(one, (list, set, deque)) or hasattr(one, "__array__")
+        return copy.copy(one) if is_container else one
+
+    return _mapped(copy_of, value)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return ``value`` with ``function`` of all that is no dict, list or tuple in its place; those are of their types.
+
+    Keys of dicts are Python's own.
+    """
     if isinstance(value, dict):
         made = copy.copy(value)
+        made.clear()
         for key, item in value.items():
-            made[key] = _copied(item)
+            made[plain(key)] = _mapped(function, item)
         return made
     if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    is_container = isinstance(value, (list, set, deque)) or hasattr(value, "__array__")
-    return copy.copy(value) if is_container else value
+        return type(value)(_mapped(function, item) for item in value)
+    return function(value)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_swa_avg_fn
 
+from megascale.kernels.protocol import runs_of
 from megascale.utils.transfer import to_device_async
 
 AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -58,15 +59,8 @@ def _chunked(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     for index, tensor in enumerate(tensors):
         alike[tensor.device, tensor.dtype].append(index)
     for indices in alike.values():
-        chunk: list[int] = []
-        numel = 0
-        for index in indices:
-            if chunk and numel + tensors[index].numel() > CHUNK_NUMEL:
-                yield chunk
-                chunk, numel = [], 0
-            chunk.append(index)
-            numel += tensors[index].numel()
-        yield chunk
+        for run in runs_of([tensors[index] for index in indices], CHUNK_NUMEL):
+            yield [indices[at] for at in run]
 
 
 def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

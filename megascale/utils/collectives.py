@@ -413,6 +413,17 @@ def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:
     gather_or_raise(None, error, group)
 
 
+@contextmanager
+def raising_together(group: ProcessGroup | None) -> Iterator[None]:
+    """Run a block, and raise as :func:`raise_together` whatever it raised on any rank. Every rank must run it."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # whatever it is: other ranks wait
+        error = caught
+    raise_together(error, group)
+
+
 def gather_or_raise(value: T, error: Exception | None, group: ProcessGroup | None) -> list[T]:
     """Return every rank's ``value``, in the order of ranks; raise as :func:`raise_together` if any has an error."""
     if error is not None:
