@@ -63,7 +63,12 @@ def cast_model(model: M, dtype: torch.dtype, keep: Chosen | Iterable[Chosen] = (
     for module in model.modules():
         if id(module) in whole:
             kept_params |= {id(param) for param in module.parameters(recurse=False)}
-    kept += [module for module in model.modules() if id(module) not in whole and _has_only(module, kept_params)]
+    for (
+        module
+    ) in model.modules():  # with parameters of its own, where these and all below it are kept: by name, or tied
+        owns = any(True for _ in module.parameters(recurse=False))
+        if owns and id(module) not in whole and {id(param) for param in module.parameters()} <= kept_params:
+            kept.append(module)
     _add_hooks(model, kept, kept_params, dtype)
     done: dict[tuple[Any, ...], Tensor] = {}
     for param in model.parameters():
@@ -158,12 +163,6 @@ def _kept(model: nn.Module, keep: Sequence[Any]) -> tuple[list[nn.Module], set[i
     return [module for key, module in found.items() if key not in inner], params
 
 
-def _has_only(module: nn.Module, kept_params: set[int]) -> bool:
-    """Return whether a module has parameters of its own, and these and all below it are kept: by name, or tied."""
-    every = {id(param) for param in module.parameters()}
-    return any(True for _ in module.parameters(recurse=False)) and every <= kept_params
-
-
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(bare(name), pattern)
 
@@ -226,12 +225,11 @@ def _converted(nest: Any, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype) -
 def _cast(param: nn.Parameter, dtype: torch.dtype, done: dict[tuple[Any, ...], Tensor]) -> None:
     """Cast one parameter in place. ``done``: casts of the same memory, which two parameters may share."""
     grad = param.grad
-    place = (param.data_ptr(), param.shape, param.stride(), param.dtype) if not param.is_meta and param.numel() else ()
-    value = done.get(place) if place else None
-    if value is None:
-        value = param.data.to(dtype)
-        if place:
-            done[place] = value
-    param.data = value
+    place: tuple[Any, ...] = (id(param),)
+    if not param.is_meta and param.numel():
+        place = (param.data_ptr(), param.shape, param.stride(), param.dtype)
+    if place not in done:
+        done[place] = param.data.to(dtype)
+    param.data = done[place]
     if grad is not None:
         param.grad = grad.to(dtype)

@@ -36,15 +36,11 @@ VARIANTS = {name: (rule, variant) for rule in RULES for name, variant in rule.va
 """By the names that an estimate takes: a rule, and the options that decide which state it keeps."""
 
 
-def _moments() -> dict[str, Moment]:
-    by_name: dict[str, Moment] = {}
-    for rule in RULES:
-        for moment in rule.moments:
-            by_name.setdefault(moment.name, moment)
-    return dict(sorted(by_name.items(), key=lambda item: item[1].field != FIRST))
-
-
-MOMENTS = _moments()
+_EVERY_MOMENT = [moment for rule in RULES for moment in rule.moments]
+MOMENTS = {
+    one.name: next(moment for moment in _EVERY_MOMENT if moment.name == one.name)
+    for one in sorted(_EVERY_MOMENT, key=lambda one: one.field != FIRST)
+}
 """All moments by name, first moments before second ones. Of one name the first rule's: only that may be codes."""
 MOMENT_CODES = {moment.name: moment.codes for moment in ADAM.moments if moment.codes is not None}
 """The moments that may be 8-bit codes, of Adam and AdamW only, and the dtype of these."""

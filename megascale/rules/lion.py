@@ -40,10 +40,6 @@ class LionRule(Rule):
     fields: ClassVar[Mapping[str, Values]] = {"lion_beta1": values_of("betas", 0), "lion_beta2": values_of("betas", 1)}
 
     @override
-    def state_names(self, options: Options) -> list[str]:
-        return ["exp_avg"]
-
-    @override
     def hyper(self, options: Options, lr: float | Tensor, kind: type) -> LionHyper:
         beta1, beta2 = pair(options, "betas")
         return LionHyper(lr, beta1, beta2, number(options, "weight_decay"), bool(options["maximize"]))

@@ -45,6 +45,7 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 
 COEFFICIENTS: dict[str, Any] = {"quintic": QUINTIC, "polar_express": POLAR_EXPRESS}
 """By ``OptimizerConfig.muon_coefficient_type``."""
+_TYPES = {value: name for name, value in COEFFICIENTS.items()}
 ADJUST_LR_FNS = ("original", "match_rms_adamw")
 NS_DTYPES = (None, torch.bfloat16, torch.float32)
 MOST_ITERATIONS = 99
@@ -83,11 +84,6 @@ def _of_muon(values: Values) -> Values:
     return lambda optimizer: values(optimizer) if isinstance(optimizer, torch.optim.Muon) else []
 
 
-def _coefficient_type(optimizer: torch.optim.Optimizer) -> list[Any]:
-    kinds = {value: name for name, value in COEFFICIENTS.items()}
-    return [kinds.get(value, value) for value in values_of("ns_coefficients")(optimizer)]
-
-
 class MuonRule(Rule):
     """torch.optim.Muon's rule for hidden matrices, also with a triple of coefficients for each iteration."""
 
@@ -105,15 +101,13 @@ class MuonRule(Rule):
         "muon_momentum": _of_muon(values_of("momentum")),
         "muon_nesterov": _of_muon(values_of("nesterov")),
         "muon_num_ns_steps": _of_muon(values_of("ns_steps")),
-        "muon_coefficient_type": _of_muon(_coefficient_type),
+        "muon_coefficient_type": _of_muon(
+            lambda optimizer: [_TYPES.get(value, value) for value in values_of("ns_coefficients")(optimizer)]
+        ),
         "muon_adjust_lr_fn": _of_muon(values_of("adjust_lr_fn")),
         "muon_adam_lr": lambda optimizer: [] if isinstance(optimizer, torch.optim.Muon) else values_of("lr")(optimizer),
         "muon_ns_dtype": _of_muon(lambda optimizer: [torch.bfloat16, torch.float32]),
     }
-
-    @override
-    def state_names(self, options: Options) -> list[str]:
-        return ["momentum_buffer"]
 
     @override
     def hyper(self, options: Options, lr: float | Tensor, kind: type) -> MuonHyper:

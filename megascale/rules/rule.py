@@ -92,7 +92,7 @@ class Rule:
 
     def state_names(self, options: Options) -> list[str]:
         """Return the names of the moments that these options need, also where the kernels cannot run them."""
-        raise NotImplementedError
+        return [moment.name for moment in self.moments]
 
     def counts_steps(self, options: Options) -> bool:
         """Whether the arithmetic depends on a parameter's number of landed steps."""

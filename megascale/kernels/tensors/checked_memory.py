@@ -22,11 +22,9 @@ amp :mod:`megascale.amp.local_grads` checks parameters and gradients, and :mod:`
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megascale.kernels.tensors.forms import has_zero_strides, reach
@@ -85,7 +83,7 @@ def sharing(tensors: Sequence[Tensor]) -> list[int]:
         begin = tensors[index].data_ptr()
         reaching = [(other, end) for other, end in reaching if end > begin]
         for other, _ in reaching:
-            if np.shares_memory(_bytes_of(tensors[other]), _bytes_of(tensors[index])):
+            if np.shares_memory(_Bytes(tensors[other]), _Bytes(tensors[index])):
                 found.append(sorted((other, index)))
         extent = reach(tensors[index].shape, tensors[index].stride()) * tensors[index].element_size()
         reaching.append((index, begin + extent))
@@ -93,15 +91,10 @@ def sharing(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class _Bytes:
-    """What numpy needs to know of an array; it reads no element."""
+    """What numpy needs to know of an array of the same bytes. Nobody may read its elements: it may be on a device."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.element_size()
         strides = tuple(stride * size for stride in tensor.stride())
         place = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides}
         self.__array_interface__ = {"version": 3, "typestr": f"|V{size}", **place}
-
-
-def _bytes_of(tensor: Tensor) -> NDArray[Any]:
-    """Return an array of the same bytes, which nobody may read: it may be on a device."""
-    return np.asarray(_Bytes(tensor))
