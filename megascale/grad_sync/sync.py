@@ -35,7 +35,6 @@ from megascale.parallel import GradGroup, ParallelGroups, is_expert
 from megascale.utils import validate
 from megascale.utils.autograd import without_grad
 from megascale.utils.collectives import group_size, is_message_passing, runs_on_streams
-from megascale.utils.streams import new_stream
 from megascale.utils.transfer import is_capturing, to_device_async
 
 ReducedHook = Callable[[Tensor], None]
@@ -360,7 +359,7 @@ class GradSync:
                 travel = self._reduce_dtype or dtype
                 side = None
                 if memory.order.is_needed and runs_on_streams(group.holders, first.device):
-                    side = self._sides[first.device] = self._sides.get(first.device) or new_stream(first.device)
+                    side = self._sides[first.device] = self._sides.get(first.device) or torch.Stream(first.device)
                 reduction = bucket_reduction(
                     memory.flat, memory.order, group, travel, self._thread, tag, cuts=cuts, aside=side is not None
                 )

@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megascale.kernels.protocol import FP16_OVERFLOW, Operands
+from megascale.kernels.protocol import FP16_OVERFLOW, Operands, runs_of
 from megascale.kernels.tensors.tensor_list import TensorList
 
 BLOCK_ON_CPU = 1 << 18  # elements; 1 MiB of fp32 scratch stays in cache
@@ -73,17 +73,11 @@ class RoundingWatch:
 class Block:
     """Pieces of one main dtype; ``owners`` has the row of each."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: Scratch, owned: Sequence[tuple[int, Row]]) -> None:
         self._scratch = scratch
-        self.pieces: list[Row] = []
-        self.owners: list[int] = []
-        self.numel = 0
-
-    def add(self, owner: int, piece: Row) -> None:
-        """Append a piece."""
-        self.owners.append(owner)
-        self.pieces.append(piece)
-        self.numel += piece[0].numel()
+        self.owners = [owner for owner, _ in owned]
+        self.pieces = [piece for _, piece in owned]
+        self.numel = sum(piece[0].numel() for piece in self.pieces)
 
     def column(self, index: int) -> list[Tensor]:
         """Return one tensor of every piece."""
@@ -131,16 +125,9 @@ def blocks_of(rows: list[Row]) -> Iterator[Block]:
     if not rows:
         return
     scratch = Scratch(rows[0][0].device)
-    block = Block(scratch)
-    for owner, row in enumerate(rows):
-        for piece in _pieces(row, scratch.block):
-            full = block.numel + piece[0].numel() > scratch.block
-            if block.pieces and (full or block.pieces[0][0].dtype != piece[0].dtype):
-                yield block
-                block = Block(scratch)
-            block.add(owner, piece)
-    if block.pieces:
-        yield block
+    owned = [(owner, piece) for owner, row in enumerate(rows) for piece in _pieces(row, scratch.block)]
+    for run in runs_of([piece[0] for _, piece in owned], scratch.block):
+        yield Block(scratch, [owned[index] for index in run])
 
 
 def rows_of(operands: Operands, names: Sequence[str]) -> list[Row] | None:

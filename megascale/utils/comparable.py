@@ -29,7 +29,10 @@ def comparable(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(comparable, value))
     if isinstance(value, Tensor):
-        return number_in(value) if value.numel() == 1 and not value.is_complex() else _of_tensor(value)
+        if value.numel() == 1 and not value.is_complex():
+            return number_in(value)
+        array, told = _read(value), f"a tensor of shape {tuple(value.shape)} on {value.device.type}"
+        return told if array is None else f"{told} of digest {blake2b(array.tobytes(), digest_size=8).hexdigest()}"
     if isinstance(value, Mapping):
         pairs = [(repr(comparable(key)), comparable(own)) for key, own in value.items()]
         return dict(sorted(pairs, key=lambda pair: pair[0]))
@@ -46,11 +49,6 @@ def number_in(value: Tensor) -> float | str:
     if numbers is None or value.numel() != 1:
         return f"a tensor on {value.device.type}"
     return float(numbers.reshape(()))
-
-
-def _of_tensor(value: Tensor) -> str:
-    numbers, told = _read(value), f"a tensor of shape {tuple(value.shape)} on {value.device.type}"
-    return told if numbers is None else f"{told} of digest {blake2b(numbers.tobytes(), digest_size=8).hexdigest()}"
 
 
 def _read(value: Tensor) -> Any:

@@ -33,9 +33,7 @@ def let_workers_finish() -> None:
         return
     end = time.monotonic() + _PATIENCE_S
     quiet_looks = 0
-    while quiet_looks < _QUIET_LOOKS and time.monotonic() < end:
-        if not any(_worker_states()):
-            return
+    while quiet_looks < _QUIET_LOOKS and time.monotonic() < end and any(_worker_states()):
         # A thread that waits for the lock gets it within a switch interval, even while other threads run Python.
         time.sleep(min(sys.getswitchinterval(), _BLIND_S))
         quiet_looks = quiet_looks + 1 if all(state == "S" for state in _worker_states()) else 0

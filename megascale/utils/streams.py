@@ -20,11 +20,6 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
-def new_stream(device: torch.device) -> torch.Stream:
-    """Return a stream that nothing else is put on. ``device`` has streams."""
-    return torch.Stream(device)
-
-
 def keep(tensor: Tensor, stream: torch.Stream) -> None:
     """Let the allocator reuse the memory of ``tensor``, once freed, only after work queued on ``stream`` by then."""
     tensor.record_stream(stream)
