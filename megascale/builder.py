@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megascale.chained import ChainedOptimizer
 from megascale.config import SCALER_FIELDS, OptimizerConfig
-from megascale.distributed_optimizer import DistributedOptimizer
+from megascale.distributed_optimizer import DistributedOptimizer, chunks_of
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL
@@ -97,10 +97,20 @@ def build_optimizer(
     named, overrides = _named_parameters(modules), overrides or {}
     _check_overrides(overrides, [one.name for one in named], checked.optimizer)
     scaler = build_grad_scaler(checked) if grad_scaler is None else grad_scaler
-    kinds = _kinds(checked, named, overrides)
+    kinds = [_kind_of(checked, one, overrides) for one in named]
+    if checked.optimizer == "muon" and "muon" not in kinds:
+        raise ArgumentError(
+            "config.optimizer='muon', but modules have no hidden matrix: every parameter is an embedding, a head, or "
+            'has not two dimensions; take "adam", or name matrices in overrides: {"*.weight": {"optimizer": "muon"}}'
+        )
+    wrapper: type[MixedPrecisionOptimizer] = MixedPrecisionOptimizer
     options: dict[str, Any] = {"groups": groups, "grads_are_scaled": grads_are_scaled}
-    is_sharded = checked.use_distributed_optimizer
-    options |= {"bucket_numel": bucket_numel} if is_sharded else {"replicas_may_differ": replicas_may_differ}
+    if checked.use_distributed_optimizer:
+        wrapper = DistributedOptimizer
+        options |= {"modules": modules, "bucket_numel": bucket_numel}
+        options["overlap_param_gather"] = checked.overlap_param_gather
+    else:
+        options["replicas_may_differ"] = replicas_may_differ
     built: list[MixedPrecisionOptimizer] = []
     for kind in dict.fromkeys(kinds):
         own = _config_of(checked, kind)
@@ -109,22 +119,8 @@ def build_optimizer(
         for field in ineffective(own, inner, scaler):
             if grad_scaler is not None and field.name in SCALER_FIELDS:
                 raise field.error
-        built.append(_wrapped(inner, effective_config(own, inner, scaler), scaler, modules, options))
+        built.append(wrapper(inner, effective_config(own, inner, scaler), scaler, **options))
     return ChainedOptimizer(built) if checked.optimizer == "muon" else built[0]
-
-
-def _wrapped(
-    inner: torch.optim.Optimizer,
-    config: OptimizerConfig,
-    scaler: MegatronGradScaler | None,
-    modules: nn.Module | Sequence[nn.Module],
-    options: Mapping[str, Any],
-) -> MixedPrecisionOptimizer:
-    """Return the wrapper that ``config`` asks for. ``options``: further arguments of its constructor."""
-    if config.use_distributed_optimizer:
-        overlaps = config.overlap_param_gather
-        return DistributedOptimizer(inner, config, scaler, modules=modules, overlap_param_gather=overlaps, **options)
-    return MixedPrecisionOptimizer(inner, config, scaler, **options)
 
 
 def _checked(config: Any) -> OptimizerConfig:
@@ -138,17 +134,6 @@ def _checked(config: Any) -> OptimizerConfig:
     if config.lr is None:
         raise ArgumentError("config.lr is None; give the learning rate, e.g. OptimizerConfig(lr=1e-4)")
     return config
-
-
-def _kinds(config: OptimizerConfig, named: Sequence[NamedParam], overrides: Overrides) -> list[str]:
-    """Return the optimizer of each parameter. Raises ArgumentError for "muon" without a hidden matrix."""
-    kinds = [_kind_of(config, one, overrides) for one in named]
-    if config.optimizer == "muon" and "muon" not in kinds:
-        raise ArgumentError(
-            "config.optimizer='muon', but modules have no hidden matrix: every parameter is an embedding, a head, or "
-            'has not two dimensions; take "adam", or name matrices in overrides: {"*.weight": {"optimizer": "muon"}}'
-        )
-    return kinds
 
 
 def _kind_of(config: OptimizerConfig, param: NamedParam, overrides: Overrides) -> str:
@@ -214,18 +199,9 @@ def is_hidden_matrix(name: str, shape: Sequence[int], module_kind: str = "") -> 
     return len(shape) == 2 and not is_outer
 
 
-def _described(value: Any) -> str:
-    """Return what was given in place of modules, without the values of tensors."""
-    if isinstance(value, (list, tuple)) and value:
-        return f"a {type(value).__name__} of {', '.join(sorted({type(one).__name__ for one in value}))}"
-    return repr(value) if not isinstance(value, torch.Tensor) else type(value).__name__
-
-
 def _named_parameters(modules: nn.Module | Sequence[nn.Module]) -> list[NamedParam]:
     """Return every distinct parameter."""
-    chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
-    if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
-        raise ArgumentTypeError(f"modules must be a module or a list of modules, got {_described(modules)}")
+    chunks = chunks_of(modules)
     named: list[NamedParam] = []
     seen: set[int] = set()
     for index, chunk in enumerate(chunks):

@@ -222,8 +222,8 @@ class OptimizerConfig(StepConfig):
     loss_scale_window: int = _checked(1000, validate.integer, minimum=1, scaler="growth_interval")
     hysteresis: int = _checked(2, validate.integer, minimum=1, scaler="hysteresis")
     hysteresis_reset: str = _checked("growth", validate.one_of, choices=HYSTERESIS_RESETS, scaler="hysteresis_reset")
-    loss_scale_growth_factor: float = _checked(2.0, validate.positive, scaler="growth_factor")
-    loss_scale_backoff_factor: float = _checked(0.5, validate.positive, scaler="backoff_factor")
+    loss_scale_growth_factor: float = _checked(2.0, validate.positive, above=1, scaler="growth_factor")
+    loss_scale_backoff_factor: float = _checked(0.5, validate.positive, below=1, scaler="backoff_factor")
 
     # What builds the wrapper
     clip_grad: float = _checked(0.0, validate.non_negative)
@@ -275,10 +275,6 @@ class OptimizerConfig(StepConfig):
                 "min_loss_scale <= initial_loss_scale <= max_loss_scale must hold, "
                 f"got {lowest} <= {initial} <= {highest}"
             )
-        if self.loss_scale_growth_factor <= 1:
-            raise ArgumentError(f"loss_scale_growth_factor must be above 1, got {self.loss_scale_growth_factor!r}")
-        if self.loss_scale_backoff_factor >= 1:
-            raise ArgumentError(f"loss_scale_backoff_factor must be below 1, got {self.loss_scale_backoff_factor!r}")
 
 
 SCALER_FIELDS = {one.name: one.metadata["scaler"] for one in fields(OptimizerConfig) if one.metadata.get("scaler")}

@@ -99,7 +99,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         by_parameter = is_sharded_by_parameter(optimizer, shard, elementwise)
         if by_parameter:
             refuse_sums_over_parameters(optimizer)
-        chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
+        chunks = chunks_of(modules)
         names = _names(chunks, optimizer)
         resolved = ParallelGroups.of(groups)
         self.grad_sync = ShardedGradSync(
@@ -163,10 +163,17 @@ def is_sharded_by_parameter(optimizer: torch.optim.Optimizer, shard: str, elemen
     return shard == "parameters" or not is_elementwise
 
 
+def chunks_of(modules: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules of a model that was given whole or in chunks. Raises ArgumentTypeError for anything else."""
+    chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
+    if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        kinds = ", ".join(type(chunk).__name__ for chunk in chunks)  # not the values, of tensors
+        raise ArgumentTypeError(f"modules must be a module or a list of modules, got [{kinds}]")
+    return chunks
+
+
 def _names(chunks: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """Return the optimizer's parameters by name, in the modules' order, which is assumed to be that of forward."""
-    if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
-        raise ArgumentTypeError(f"modules must be a module or a list of modules, got {chunks!r}")
     if any(isinstance(module, DistributedDataParallel) for chunk in chunks for module in chunk.modules()):
         raise ArgumentError(
             "modules holds a DistributedDataParallel, which would reduce every gradient a second time; pass the bare "

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +44,8 @@ OF_CONFIG = (
     "optimizer_offload_fraction",
 )
 """Fields that mean what those of an OptimizerConfig mean."""
+TrainedParam = tuple[torch.Size, torch.dtype, bool]
+"""Shape, dtype, and whether it is a hidden matrix, which Muon would update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +165,7 @@ def estimate(model: nn.Module | int, *, precision: str = "fp16", **setup: Any) -
         kinds = {id(param): type(module).__name__ for module in model.modules() for param in module.parameters(False)}
         named = [(name, param, dtype or param.dtype) for name, param in model.named_parameters()]
         trained = [
-            Param(tuple(param.shape), kept, is_hidden_matrix(name, param.shape, kinds[id(param)]))
+            (param.shape, kept, is_hidden_matrix(name, param.shape, kinds[id(param)]))
             for name, param, kept in named
             if param.requires_grad
         ]
@@ -176,18 +178,10 @@ def estimate(model: nn.Module | int, *, precision: str = "fp16", **setup: Any) -
     if dtype is None:
         raise ArgumentError(f"precision={AS_IS!r} needs a module, which has dtypes; choose {', '.join(PRECISIONS)}")
     numel = validate.integer("number of parameters", model, minimum=1)
-    return _added_up([Param((numel,), dtype, is_hidden=True)], 0, 0, chosen)
+    return _added_up([(torch.Size([numel]), dtype, True)], 0, 0, chosen)
 
 
-class Param(NamedTuple):
-    """A trained parameter: shape, dtype, and whether it is a hidden matrix, which Muon would update."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_hidden: bool
-
-
-def _added_up(trained: Sequence[Param], frozen: int, buffers: int, setup: Setup) -> Estimate:
+def _added_up(trained: Sequence[TrainedParam], frozen: int, buffers: int, setup: Setup) -> Estimate:
     """Return the sums over all parameters. ``frozen``, ``buffers``: bytes of parameters not trained, and of buffers."""
     held = dict.fromkeys(("model params", "gradients", "main grads", "main params", "moments", "buckets of DDP"), 0.0)
     host = dict.fromkeys(("main params", "moments", "copies of weights", "copies of gradients"), 0.0)
@@ -195,7 +189,7 @@ def _added_up(trained: Sequence[Param], frozen: int, buffers: int, setup: Setup)
     held["frozen and buffers"] = buffers + (-(-frozen // setup.ranks) if fsdp2 else frozen)
     checkpoint = float(frozen + buffers)
     for shape, dtype, is_hidden in trained:
-        numel, is_half = math.prod(shape), dtype in HALF_DTYPES
+        numel, is_half = shape.numel(), dtype in HALF_DTYPES
         # The first rank's shard is the largest. FSDP2 cuts between rows, ZeRO-1 between elements.
         row = math.prod(shape[1:]) if fsdp2 and numel else 1
         shard = -(-(numel // row) // setup.ranks) * row if fsdp2 or setup.sharding == "zero1" else numel
@@ -214,7 +208,7 @@ def _added_up(trained: Sequence[Param], frozen: int, buffers: int, setup: Setup)
         host["copies of gradients"] += there * gradient.itemsize
         checkpoint += numel * (dtype.itemsize + main + moments)
     return Estimate(
-        numel=sum(math.prod(param.shape) for param in trained),
+        numel=sum(shape.numel() for shape, _, _ in trained),
         setup=setup,
         held={kind: round(nbytes) for kind, nbytes in held.items()},
         host={kind: round(nbytes) for kind, nbytes in host.items()} if any(host.values()) else {},

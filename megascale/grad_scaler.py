@@ -8,7 +8,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -98,9 +98,10 @@ class MegatronGradScaler(ABC):
         """Where the state lives."""
         return self.live_scale.device
 
-    def to(self, device: torch.device | str) -> "MegatronGradScaler":
+    def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device`` and return self."""
-        self.live_scale = to_device_async(self.live_scale, torch.device(device))
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        vars(self).update({name: to_device_async(value, torch.device(device)) for name, value in tensors.items()})
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,9 +145,6 @@ class MegatronGradScaler(ABC):
 
 class ConstantGradScaler(MegatronGradScaler):
     """A scale that never changes."""
-
-    def __init__(self, initial_scale: float, *, device: torch.device | str | None = None) -> None:
-        super().__init__(initial_scale, device=device)
 
     def __repr__(self) -> str:
         return wording.call(type(self).__name__, self._begun_from.scale)
@@ -228,12 +226,8 @@ class DynamicGradScaler(MegatronGradScaler):
                 f"min_scale <= initial_scale <= max_scale must hold, got {self.min_scale} <= "
                 f"{self.initial_scale} <= {self.max_scale}"
             )
-        self.growth_factor = validate.positive("growth_factor", growth_factor)
-        if self.growth_factor <= 1:
-            raise ArgumentError(f"growth_factor must be above 1, got {growth_factor!r}")
-        self.backoff_factor = validate.positive("backoff_factor", backoff_factor)
-        if self.backoff_factor >= 1:
-            raise ArgumentError(f"backoff_factor must be below 1, got {backoff_factor!r}")
+        self.growth_factor = validate.positive("growth_factor", growth_factor, above=1)
+        self.backoff_factor = validate.positive("backoff_factor", backoff_factor, below=1)
         self.growth_interval = validate.integer("growth_interval", growth_interval, minimum=1, maximum=LARGEST_TRACKER)
         self.hysteresis = validate.integer("hysteresis", hysteresis, minimum=1, maximum=LARGEST_TRACKER)
         self.hysteresis_reset = validate.one_of("hysteresis_reset", hysteresis_reset, HYSTERESIS_RESETS)
@@ -268,13 +262,6 @@ class DynamicGradScaler(MegatronGradScaler):
     @override
     def lowest_scale(self) -> float:
         return self.min_scale
-
-    def to(self, device: torch.device | str) -> "DynamicGradScaler":
-        """Move the state to ``device`` and return self."""
-        super().to(device)
-        self._growth_tracker = to_device_async(self._growth_tracker, torch.device(device))
-        self._hysteresis_tracker = to_device_async(self._hysteresis_tracker, torch.device(device))
-        return self
 
     def update(self, found_inf: bool | Tensor) -> None:
         """Apply the rule to one step. A tensor `found_inf` is never read on the host."""

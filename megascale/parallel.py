@@ -28,14 +28,8 @@ REPLICATE_NAMES = ("dp_replicate", "replicate", "ddp")
 TENSOR_PARALLEL_NAMES = ("tp", "tensor_parallel", "tensor")
 
 
-class _Unset:
-    """Marks a field that was not given, which is not the same as None."""
-
-    def __repr__(self) -> str:
-        return "unset"
-
-
-UNSET: Any = _Unset()
+UNSET: Any = ...
+"""Marks a field that was not given, which is not the same as None."""
 
 
 @dataclass(frozen=True)
@@ -87,30 +81,23 @@ class ParallelGroups:
             value = getattr(self, field.name)
             if value is not UNSET:
                 validate.process_group(field.name, value)
-        self._resolve_grad_stats()
-        self._resolve_data_shard()
-        if self.expert_tensor_parallel is UNSET:
-            object.__setattr__(self, "expert_tensor_parallel", self.tensor_parallel)
-
-    def _resolve_grad_stats(self) -> None:
-        if self.grad_stats is not UNSET:
-            return
-        if group_size(self.data_parallel) > 1 and group_size(self.tensor_parallel) > 1:
-            raise ArgumentError(
-                "grad_stats is not given, and data_parallel and tensor_parallel are both larger than one rank; "
-                "pass the group that spans both (often torch.distributed.group.WORLD), or use ParallelGroups.from_mesh"
-            )
-        only = self.data_parallel if group_size(self.tensor_parallel) == 1 else self.tensor_parallel
-        object.__setattr__(self, "grad_stats", only)
-
-    def _resolve_data_shard(self) -> None:
-        if self.data_shard is UNSET:
-            if group_size(self.data_replicate) > 1:
+        shard, replicate, holders = self.data_shard, self.data_replicate, self.data_parallel
+        if self.grad_stats is UNSET:
+            if group_size(holders) > 1 and group_size(self.tensor_parallel) > 1:
+                raise ArgumentError(
+                    "grad_stats is not given, and data_parallel and tensor_parallel are both larger than one rank; "
+                    "pass the group that spans both (often torch.distributed.group.WORLD), or use "
+                    "ParallelGroups.from_mesh"
+                )
+            only = holders if group_size(self.tensor_parallel) == 1 else self.tensor_parallel
+            object.__setattr__(self, "grad_stats", only)
+        if shard is UNSET:
+            if group_size(replicate) > 1:
                 raise ArgumentError(
                     "data_replicate is given without data_shard; name the ranks of data_parallel that share one copy"
                 )
-            object.__setattr__(self, "data_shard", self.data_parallel)
-        shard, replicate, holders = self.data_shard, self.data_replicate, self.data_parallel
+            shard = holders
+            object.__setattr__(self, "data_shard", shard)
         if group_size(shard) * group_size(replicate) != group_size(holders) or not (
             ranks_of(shard) | ranks_of(replicate) <= ranks_of(holders)
         ):
@@ -118,6 +105,8 @@ class ParallelGroups:
                 f"data_shard ({group_size(shard)} ranks) and data_replicate ({group_size(replicate)} ranks) must "
                 f"together make up data_parallel ({group_size(holders)} ranks)"
             )
+        if self.expert_tensor_parallel is UNSET:
+            object.__setattr__(self, "expert_tensor_parallel", self.tensor_parallel)
 
     def of_param(self, param: Any) -> GradGroup:
         """Return the ranks that reduce the gradient of ``param``.

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import (
-    ChainedScheduler,
     CyclicLR,
     LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
-    SequentialLR,
 )
 from torch.optim.swa_utils import SWALR
 
@@ -300,11 +298,7 @@ def _check(scheduler: Any, optimizer: Any) -> torch.optim.Optimizer:
 def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
     """Yield a scheduler and those that it is made of, as SequentialLR and ChainedScheduler are."""
     yield scheduler
-    if isinstance(scheduler, (SequentialLR, ChainedScheduler)):
-        inner = scheduler._schedulers
-    else:
-        inner = getattr(scheduler, "_schedulers", ())
-    for part in inner:
+    for part in getattr(scheduler, "_schedulers", ()):
         yield from _parts(part)
 
 

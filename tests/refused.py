@@ -203,8 +203,8 @@ BUILT = _of(
             "config must be an OptimizerConfig, got OptimizerConfig",
         ),
         ({"modules": []}, "modules must be a module or a list of modules, got []"),
-        ({"modules": [nn.Linear(2, 2), "b", "c"]}, "got a list of Linear, str"),
-        ({"modules": torch.ones(2)}, "got Tensor"),
+        ({"modules": [nn.Linear(2, 2), "b", "c"]}, "got [Linear, str, str]"),
+        ({"modules": torch.ones(2)}, "got [Tensor, Tensor]"),
         ({"modules": nn.ReLU()}, "modules have no parameters"),
         (
             {"overrides": {"*wieght": {"lr": 0.1}}},

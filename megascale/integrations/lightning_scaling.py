@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class PerBatchScaler(MegatronGradScaler):
         self._found_inf: Tensor | None = None
 
     @override
-    def to(self, device: torch.device | str) -> "PerBatchScaler":
+    def to(self, device: torch.device | str) -> Self:
         self.scaler.to(device)
         return self
 

@@ -31,11 +31,12 @@ def real(name: str, value: Any) -> float:
     return number
 
 
-def positive(name: str, value: Any) -> float:
-    """Return ``value`` as a float above zero."""
+def positive(name: str, value: Any, *, above: float = 0, below: float = math.inf) -> float:
+    """Return ``value`` as a float above zero, or another bound of 0 or more, and below one."""
     number = real(name, value)
-    if number <= 0:
-        raise ArgumentError(f"{name} must be above 0, got {value!r}")
+    if not above < number < below:
+        bound = f"above {above}" if number <= above else f"below {below}"
+        raise ArgumentError(f"{name} must be {bound}, got {value!r}")
     return number
 
 
