@@ -266,7 +266,7 @@ BUILT = [
         for kind in ("DistributedOptimizer", "GradSync")
         for name, value, words in (
             ("order", _reordered, "parameter 0 of the optimizer is "),
-            ("order", _in_two_groups, ", cpu, param group 1)"),
+            ("order", _in_two_groups, ", DEVICE, param group 1)"),
             (
                 "network",
                 lambda net: net.second.bias.requires_grad_(False),
@@ -295,8 +295,11 @@ def _hooks(net: nn.Module) -> int:
     return on_params + sum(len(part._forward_pre_hooks) for part in net.modules())
 
 
-def _begun_apart(index: int, odd: int) -> tuple[str, bool, bool]:
-    """Build each rank's own, then the same on every rank. Returns the message, whether nothing is left, and landed."""
+def _begun_apart(index: int, odd: int) -> tuple[str, bool, bool, str]:
+    """Build each rank's own, then the same on every rank.
+
+    Returns the message, whether nothing is left, whether a step landed, and the kind of device.
+    """
     row, net, options = BUILT[index], Network().to(BF16), dict[str, Any]()
     kind, value = row.kind, row.value
     groups = value() if row.argument == "groups" else None  # made by all ranks
@@ -313,7 +316,7 @@ def _begun_apart(index: int, odd: int) -> tuple[str, bool, bool]:
     net = Network().to(BF16)
     optimizer = _build(net, row.kind)
     _backward(net, optimizer, 0)
-    return message, untouched, bool(optimizer.step().success)
+    return message, untouched, bool(optimizer.step().success), torch.get_default_device().type
 
 
 @pytest.mark.default("*-bucket_numel", "GradSync-kind")
@@ -327,8 +330,8 @@ def test_what_one_rank_builds_otherwise_is_named_on_all(ranks: RankPool, index: 
             continue  # they are four ranks' two halves
         results = ranks.run(size, _begun_apart, index, odd)
         assert len({message for message, *_ in results}) == 1
-        for message, untouched, landed in results:
-            assert BUILT[index].words in message
+        for message, untouched, landed, device in results:
+            assert BUILT[index].words.replace("DEVICE", device) in message
             assert f"on rank {odd}" in message
             assert "build it alike on every rank: the same class and arguments" in message
             assert untouched
@@ -455,7 +458,7 @@ def _experts_of_its_own(rows: list[int]) -> list[Any]:
             module(torch.ones(2, 4)).square().mean().backward()
             results.append(bool(optimizer.step().success))
             del optimizer
-    return results
+    return [*results, torch.get_default_device().type]
 
 
 def test_experts_are_compared_with_their_own_replicas(ranks: RankPool) -> None:
@@ -464,7 +467,7 @@ def test_experts_are_compared_with_their_own_replicas(ranks: RankPool) -> None:
     assert told[0] == told[1]
     assert told[0][1] is told[0][3] is True
     for message in (told[0][0], told[0][2]):
-        assert "is '1.weight' (torch.float32, shape (5, 3), cpu" in message
+        assert f"is '1.weight' (torch.float32, shape (5, 3), {told[0][4]}" in message
 
 
 def _other_call() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
+from tests.distributed.conftest import NOT_SIMULATED
 from tests.levels import DEFAULT, UNKNOWN_CASES
 
 ROOT = Path(__file__).parents[2]
@@ -58,3 +59,12 @@ def test_default_names_cases_that_exist(request: pytest.FixtureRequest) -> None:
     if not hasattr(config, "workerinput") and config.args_source is not config.ArgsSource.TESTPATHS:
         pytest.skip("a run of some tests does not see all cases")
     assert config.stash[UNKNOWN_CASES] == set()
+
+
+def test_what_is_not_simulated_is_there() -> None:
+    """A pattern of the tests that run on gloo alone names one that is left."""
+    for pattern in (pattern for patterns in NOT_SIMULATED.values() for pattern in patterns):
+        file, _, test = pattern.partition("::")
+        name = test.partition("*")[0]
+        texts = [path.read_text() for path in (ROOT / "tests/distributed").glob(file.partition(".py")[0] + ".py")]
+        assert any(f"def {name}" in text for text in texts), pattern
