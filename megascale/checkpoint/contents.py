@@ -78,9 +78,9 @@ class Contents:
     def digest(self) -> dict[str, int]:
         """Return a checksum of names, shapes, dtypes and primitives for each part that all ranks must agree on."""
         parts = dict(self.trees)
-        # A program's own entries are named one by one.
-        if isinstance(user := parts.get("user"), dict) and "dict" in user:
-            parts |= {join("user", key): entry for key, entry in parts.pop("user")["dict"]}
+        for part in ("optimizer", "user"):  # their entries are few, and named one by one
+            if isinstance(tree := parts.get(part), dict) and "dict" in tree:
+                parts |= {join(part, key): entry for key, entry in parts.pop(part)["dict"]}
         # JSON is what the manifest holds: NaN and -0.0 are told apart there.
         return {part: zlib.crc32(json.dumps(tree).encode()) for part, tree in parts.items()}
 

@@ -32,7 +32,7 @@ GPUS = {
 """Memory of a card in GB, as its maker names it."""
 SMALLER: dict[str, dict[str, Any]] = {
     "": {},
-    "--store-param-remainders --exp-avg-dtype int8 --exp-avg-sq-dtype uint8": COMPACT_STATE,
+    "--compact-state": COMPACT_STATE,
     "--optimizer-cpu-offload": {"optimizer_cpu_offload": True},
 }
 """What makes a run smaller, as it is typed, beside more ranks."""
@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", choices=DTYPES, default="fp32", help=f"dtype of {what} (default fp32)")
     parser.add_argument("--store-param-remainders", action="store_true", help="main params as 16-bit remainders")
+    parser.add_argument("--compact-state", action="store_true", help="these remainders, and 8-bit moments")
     parser.add_argument("--optimizer-cpu-offload", action="store_true", help="main params and state in host memory")
     parser.add_argument(
         "--optimizer-offload-fraction", type=float, default=1.0, metavar="X", help="share of them there"
@@ -77,6 +78,7 @@ def run(given: argparse.Namespace) -> int:
     """Print the estimate, and whether it fits the card."""
     setup = {name: getattr(given, name) for name in FIELDS}
     setup |= {name: DTYPES[value] for name, value in setup.items() if name.endswith("dtype")}
+    setup |= COMPACT_STATE if given.compact_state else {}
     model = model_of(given.model)
     found = estimate(model, precision=given.precision, **setup)
     print(found)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megascale.checkpoint.directory import MANIFEST_NAME
 from megascale.errors import InteropError
 from megascale.interop import (
     accelerate,
@@ -67,6 +68,8 @@ def format_of(source: Source, name: str = AUTO) -> Format:
     validate.one_of("format", name, (AUTO, *FORMATS))
     if set(KEYS) <= source.top_keys():
         raise InteropError(f"{source.where} is megascale's own; load it with load_state_dict()")
+    if source.files(MANIFEST_NAME, f"*/{MANIFEST_NAME}"):
+        raise InteropError(f"{source.where} is megascale's own; load it with megascale.checkpoint.load()")
     if source.folder is None and _EMPTY.recognises(source):
         return _EMPTY
     if name != AUTO:

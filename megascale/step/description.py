@@ -76,7 +76,7 @@ def _params(member: StepMember) -> list[nn.Parameter]:
 
 
 def _clipping(clip_grad: float, whose: str = "gradients") -> str:
-    return f"clips {whose} to norm {clip_grad}" if clip_grad else f"does not clip {whose}"
+    return f"clips {whose} to norm {clip_grad}" if clip_grad else f"does not clip {whose} by itself"
 
 
 def _has_16_bits(member: StepMember) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer
+from megascale.checkpoint import save
 from megascale.errors import InteropError
 from megascale.interop import convert
 from megascale.interop.megatron import optimizer_state_dict
@@ -84,6 +85,14 @@ def test_state_of_other_shapes_and_entries_of_its_own() -> None:
     assert optimizer.optimizer.count == 5  # type: ignore[attr-defined]
     for key, value in inner.state[model.weight].items():
         assert bits_equal(optimizer.state[half.weight][key], value)
+
+
+def test_a_folder_of_our_own_is_named(tmp_path: Path) -> None:
+    """A checkpoint's folder, and the one around it."""
+    folder = save(tmp_path, 1, nn.Linear(1, 1))
+    for given in (folder, tmp_path):
+        with pytest.raises(InteropError, match=r"is megascale's own; load it with megascale\.checkpoint\.load\(\)"):
+            convert(given, None)
 
 
 def test_a_scaler_alone_converts(tmp_path: Path) -> None:
