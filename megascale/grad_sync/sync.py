@@ -268,7 +268,7 @@ class GradSync:
             self.come_back()
         error = self._take_assigned()
         self._finish_reductions()
-        if away:
+        if away:  # also before an error: nobody else would free this memory again
             self.leave(pin=self._pinned)
         error, self._error = self._error or error, None
         if error is not None:

@@ -32,7 +32,7 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
 
         return TensorStats(
             sum_squares=of_each(lambda grad: grad.to(exact).square().sum()),
-            non_finite=of_each(lambda grad: grad.isfinite().logical_not().sum(dtype=exact)),
+            non_finite=of_each(lambda grad: grad.to(exact).isfinite().logical_not().sum(dtype=exact)),
             zeros=of_each(lambda grad: (grad == 0).sum(dtype=exact)) if count_zeros else None,
         )
 

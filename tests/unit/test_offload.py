@@ -14,7 +14,7 @@ from megascale import (
     MixedPrecisionOptimizer,
     OptimizerConfig,
 )
-from megascale.errors import ArgumentTypeError, UsageError
+from megascale.errors import ArgumentTypeError, GradientError, UsageError
 from megascale.grad_sync import GradSync
 from tests.training import INNER, Tiny, bits_equal, model, same_values
 
@@ -233,3 +233,15 @@ def test_a_chain() -> None:
         _step(module, chain, 0)  # type: ignore[arg-type]
     chain.reload()
     _step(module, chain, 0)  # type: ignore[arg-type]
+
+
+def test_main_grads_stay_away_after_a_gradient_that_is_refused() -> None:
+    """finish() brings them back for the reductions that other ranks wait for; the error comes after they left again."""
+    module = model()
+    sync = GradSync(module.named_parameters())
+    sync.leave(pin=False)
+    module.head.weight.grad = torch.ones_like(module.head.weight)
+    module.head.weight.grad.untyped_storage().resize_(0)
+    with pytest.raises(GradientError, match=r"'head\.weight' has lost its memory"):
+        sync.finish()
+    assert all(bucket.memory.flat.untyped_storage().nbytes() == 0 for bucket in sync.buckets)

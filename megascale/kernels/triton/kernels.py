@@ -10,7 +10,6 @@ reference.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: SIM102, SIM108 - these rules know Python, not what Triton compiles
 
-import torch
 import triton
 import triton.language as tl
 
@@ -53,15 +52,8 @@ from megascale.kernels.triton.remainders import UPDATE_VECTOR, found_in, main_ch
 from megascale.kernels.triton.remainders import decode_kernel as decode_kernel
 from megascale.kernels.triton.remainders import encode_kernel as encode_kernel
 
-LANGUAGE_DTYPES = {
-    None: None,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.int16: tl.int16,
-    torch.int8: tl.int8,
-    torch.uint8: tl.uint8,
-}
+# Triton's dtypes have the names of torch's.
+LANGUAGE_DTYPES = {one: getattr(tl, str(one).removeprefix("torch.")) for one in device_table.DTYPES} | {None: None}
 
 STEP = tl.constexpr(device_table.STEP)
 CODES_VECTOR = tl.constexpr(device_table.CODES_VECTOR)

@@ -68,6 +68,17 @@ def test_fp64_is_measured_in_fp64(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_fp8_is_measured(name: str) -> None:
+    """Any floating dtype is; of this one torch itself cannot tell which elements are finite."""
+    grads = [torch.tensor([3.0, -1.0, 0.0]), torch.tensor([math.nan, 1.0, 2.0])]
+    stats = _backend(name).measure([grad.to(torch.float8_e4m3fn) for grad in grads], count_zeros=True)
+    assert stats.sum_squares[0].item() == 10
+    assert stats.non_finite.tolist() == [0, 1]
+    assert stats.zeros is not None
+    assert stats.zeros.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_fp16_norm_does_not_overflow(name: str) -> None:
     """fp16 squares overflow at 256; the statistics accumulate wider."""
     stats = _backend(name).measure([torch.full((1000,), 60000.0, dtype=torch.float16)], count_zeros=False)
