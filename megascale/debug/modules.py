@@ -17,6 +17,7 @@ from megascale.debug.gradients import remove_hooks, weakly
 from megascale.errors import ArgumentTypeError
 from megascale.step.overflow_report import NonFiniteModule, TensorStatistics
 from megascale.step.overflows import LIVE, own_rank
+from megascale.step.result import SeenModule
 from megascale.utils.dtensors import to_local
 from megascale.utils.transfer import to_device_async
 
@@ -103,11 +104,11 @@ class ModuleWatch(AbstractContextManager["ModuleWatch"]):
         model = self._model()
         return model is not None and any(id(param) in ids for param in model.parameters())
 
-    def take(self) -> _Events:
-        """Return what was seen since the last call, without waiting for the device."""
+    def take(self) -> SeenModule:
+        """Return what tells of what was seen since the last call, without waiting for the device."""
         taken, self._rows = self._rows, {}
         self._before = _earlier(self._before, taken)
-        return _Events(taken, self._sites)
+        return _Events(taken, self._sites).first
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.remove()

@@ -81,7 +81,13 @@ class MainParams:
         written = self.tracker.written()  # before groups are compared, for which it reads requires_grad anew
         if not self._is_unchanged(param_groups):
             self.residence.require_here("a change of param_groups")
-            _list_params(param_groups)
+            for group in param_groups:  # a tuple or an iterator, of which torch's add_param_group makes a list, too
+                params = group.get("params")
+                if isinstance(params, Tensor) or not isinstance(params, Iterable):
+                    raise ArgumentTypeError(
+                        f"params of a param group must be a list of parameters, got a {type(params).__name__}"
+                    )
+                group["params"] = params if isinstance(params, list) else list(params)
             made = self._add_new(param_groups)
             written = self.tracker.written()  # slots are those of another tracker
         if written:
@@ -335,16 +341,3 @@ class MainParams:
     def own_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what this rank keeps of a saved state; None where each tensor's shape tells: :meth:`to_local`."""
         return None
-
-
-def _list_params(param_groups: Sequence[dict[str, Any]]) -> None:
-    """Make lists of ``params`` that are a tuple or an iterator, as torch's add_param_group does: readers take lists."""
-    for group in param_groups:
-        params = group.get("params")
-        if isinstance(params, list):
-            continue
-        if isinstance(params, Tensor) or not isinstance(params, Iterable):
-            raise ArgumentTypeError(
-                f"params of a param group must be a list of parameters, got a {type(params).__name__}"
-            )
-        group["params"] = list(params)

@@ -67,7 +67,7 @@ class GradCopies:
                 owner = owner_of(param.model)
                 if owner is not None:
                     # The GradSync may live longer than the copies.
-                    reduced = _weakly(self, GradCopies.take_reduced, param.on_host, param.model)
+                    reduced = _weakly(self, GradCopies.copy, param.on_host, param.model)
                     self._hooks[id(param.model)] = owner.register_reduced_hook(param.model, reduced)
                 elif param.model.requires_grad:  # else torch takes no hook; once it is trained, steps copy its gradient
                     hook = _weakly(self, GradCopies.take, param.on_host)
@@ -83,22 +83,18 @@ class GradCopies:
         passes = self._passes[buffers] = self._passes.get(buffers, 0) + 1
         is_final = passes >= self._usual_passes.get(buffers, 1) and (is_dtensor(model) or is_alone_in_world())
         if model.grad is not None and is_final:
-            self._copy(model, buffers, model.grad)
+            self.copy(buffers, model, model.grad)
 
     @torch.no_grad()
-    def take_reduced(self, buffers: HostBuffers, model: nn.Parameter, grad: Tensor) -> None:
-        """Copy what this rank keeps of a main grad, which is reduced behind the work of the current stream."""
-        if grad.numel():
-            self._copy(model, buffers, grad)
-
-    def _copy(self, model: nn.Parameter, buffers: HostBuffers, grad: Tensor) -> None:
-        """Copy a gradient behind the work of the current stream, where its memory is free.
+    def copy(self, buffers: HostBuffers, model: nn.Parameter, grad: Tensor) -> None:
+        """Copy a gradient, or what this rank keeps of a main grad, behind the work of the current stream, where its
+        memory is free.
 
         If its memory is freed before the step it needs not be kept for the stream: its copy does not count.
         """
         local = held(grad)
         memory = buffers.memory_for(local)
-        if memory is None or self._arrivals.is_updating(model):
+        if memory is None or not local.numel() or self._arrivals.is_updating(model):
             return
         self._stream.wait_stream(current_stream(self._device))
         with self._stream:

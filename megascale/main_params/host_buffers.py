@@ -1,6 +1,7 @@
 """HostBuffers: what a model param has in host memory where its main param and state live there."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -8,6 +9,7 @@ from megascale.kernels import TensorList
 from megascale.utils.host_memory import allocate, dense
 
 
+@dataclass(eq=False)
 class HostBuffers:
     """Host memory of one model param, or of this rank's part of it: its next weights, and its gradient.
 
@@ -17,9 +19,8 @@ class HostBuffers:
         grad: the memory that the gradient is copied into; None before the first one.
     """
 
-    def __init__(self, weights: Tensor) -> None:
-        self.weights = weights
-        self.grad: Tensor | None = None
+    weights: Tensor
+    grad: Tensor | None = None
 
     def memory_for(self, grad: Tensor) -> Tensor | None:
         """Return :attr:`grad` if a gradient can be copied into it as it is, else None."""

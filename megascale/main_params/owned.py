@@ -5,7 +5,7 @@ it. So that all ranks can name it in a state dict, they tell each other its form
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,12 @@ from megascale.parallel import is_expert
 from megascale.utils.nests import map_tensors
 
 
-class TensorForm(NamedTuple):
-    """What other ranks know of a tensor that its owner holds."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class OwnedMainParams(ShardedMainParams):
     """Every rank keeps the parameters that it owns, whole, and nothing of others. See :class:`ShardedMainParams`."""
 
     are_whole = True
     _forms: Mapping[str, Any] = {}
-    """State of all parameters, by name, with a TensorForm for each tensor: as of the last exchange."""
+    """State of all parameters, by name, of tensors on the meta device: as of the last exchange."""
 
     @override
     def share_state_forms(self, states: Callable[[], Mapping[int, Any]]) -> None:
@@ -42,10 +35,10 @@ class OwnedMainParams(ShardedMainParams):
             held = states()
             for param in self:
                 if param.is_owned:
-                    form = map_tensors(
-                        lambda value: TensorForm(value.shape, value.dtype), held.get(id(param.model), {})
+                    mine[is_expert(param.model)][param.name] = map_tensors(
+                        lambda value: torch.empty(value.shape, dtype=value.dtype, device="meta"),
+                        held.get(id(param.model), {}),
                     )
-                    mine[is_expert(param.model)][param.name] = form
         except Exception as caught:  # whatever it is: other ranks wait
             error = caught
         self._forms = {
@@ -66,7 +59,7 @@ class OwnedMainParams(ShardedMainParams):
             return ParamShard(value.reshape(-1), leaf.shape, 0)
 
         nest = state if param.is_owned else self._forms.get(param.name, {})
-        exported: dict[str, Any] = map_tensors(export, nest, (Tensor, TensorForm))
+        exported: dict[str, Any] = map_tensors(export, nest)
         return exported
 
     @override

@@ -5,7 +5,6 @@ memory shares it there too, and again after the return.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -17,32 +16,6 @@ from megascale.utils.dtensors import held
 from megascale.utils.host_memory import fixed, host_copies, in_storage, storage_bytes
 
 
-class _Away(NamedTuple):
-    """Tensors of one storage, which is in host memory now.
-
-    Attributes:
-        tensors: of those that are gone meanwhile, nothing comes back.
-        host: the storage's bytes.
-        device: where they came from.
-    """
-
-    tensors: "list[ref[Tensor]]"
-    host: Tensor
-    device: torch.device
-
-    def come_back(self) -> None:
-        """Move the tensors that still lie in ``host`` to ``device``, into one storage again."""
-        there = (tensor for tensor in (one() for one in self.tensors) if tensor is not None)
-        address = self.host.untyped_storage().data_ptr()
-        waiting = [one for one in there if one.device.type == "cpu" and one.untyped_storage().data_ptr() == address]
-        if waiting:
-            back = torch.empty_like(self.host, device=self.device, pin_memory=False)
-            back.copy_(self.host, non_blocking=self.host.is_pinned())
-            back = fixed(back)
-            for tensor in waiting:
-                tensor.data = in_storage(back, tensor, -self.host.storage_offset())
-
-
 class Residence:
     """Where tensors of one optimizer live, and their way there and back. Both ways keep every bit.
 
@@ -52,7 +25,9 @@ class Residence:
 
     def __init__(self) -> None:
         self.is_away = False
-        self._away: list[_Away] = []
+        # Of each storage that is in host memory now: its tensors, its bytes there, and the device that they came from.
+        # Weakly, as of tensors that are gone meanwhile nothing comes back.
+        self._away: list[tuple[list[ref[Tensor]], Tensor, torch.device]] = []
 
     def require_here(self, call: str) -> None:
         """Raise UsageError if tensors are away. ``call``: what cannot be done then."""
@@ -82,7 +57,7 @@ class Residence:
         for (device, _), group, host in zip(groups, groups.values(), copies, strict=True):
             for tensor in group:
                 tensor.data = in_storage(host, tensor)
-            self._away.append(_Away([ref(tensor) for tensor in group], host, device))
+            self._away.append(([ref(tensor) for tensor in group], host, device))
         self.is_away = True
 
     @torch.no_grad()
@@ -93,6 +68,15 @@ class Residence:
         what has not come back yet is away still, and a later call goes on.
         """
         while self._away:
-            self._away[-1].come_back()
+            tensors, host, device = self._away[-1]
+            there = (tensor for tensor in (one() for one in tensors) if tensor is not None)
+            address = host.untyped_storage().data_ptr()
+            waiting = [one for one in there if one.device.type == "cpu" and one.untyped_storage().data_ptr() == address]
+            if waiting:
+                back = torch.empty_like(host, device=device, pin_memory=False)
+                back.copy_(host, non_blocking=host.is_pinned())
+                back = fixed(back)
+                for tensor in waiting:  # into one storage again
+                    tensor.data = in_storage(back, tensor, -host.storage_offset())
             self._away.pop()
         self.is_away = False

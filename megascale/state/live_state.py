@@ -7,7 +7,7 @@ refusal leaves everything as it was, and a load needs memory for one parameter's
 from collections.abc import Collection, Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -31,14 +31,9 @@ from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import map_tensors, tensors_in
 from megascale.utils.portable import portable
 
-
-class Loaded(NamedTuple):
-    """What is loaded of one model param, as it was given: main param and state, each None where there is none."""
-
-    param: nn.Parameter
-    name: str
-    main: Tensor | None
-    state: dict[str, Any] | None
+Loaded = tuple[nn.Parameter, str, Tensor | None, dict[str, Any] | None]
+"""What is loaded of one model param, as it was given: the param, its name, its main param and its state, each of these
+two None where there is none."""
 
 
 @dataclass
@@ -104,11 +99,10 @@ class LiveState:
         # A copy is whole on every rank, also of parameters of which this rank owns nothing and has no state.
         if copy:
             self.share_forms()
-        names = self.main_params.names(self.param_groups)
         states: dict[str, Any] = {}
         mains: dict[str, Tensor] = {}
-        for param in self._params():
-            name, main = names[id(param)], self.main_params.get(param)
+        for name, param in self.named_params().items():
+            main = self.main_params.get(param)
             state = dict(self.state.get(param, {}))
             if main is not None:
                 # Tensors are left to main params, which know this rank's pieces of them.
@@ -121,7 +115,7 @@ class LiveState:
             else:
                 states[name] = portable(state, f"state[{name!r}]", copy=copy)
         return StateDict(
-            optimizer={"state": states} | self._pack_options(names, copy=copy),
+            optimizer={"state": states} | self._pack_options(copy=copy),
             main_params=mains,
             **self.shared_values(),
             version=portable_state.VERSION,
@@ -134,11 +128,11 @@ class LiveState:
         """
         self.main_params.share_state_forms(self._portable_states)
 
-    def _pack_options(self, names: Mapping[int, str], *, copy: bool) -> dict[str, Any]:
-        """Return the param groups and the state that belongs to no parameter. ``names``: of parameters, by id."""
+    def _pack_options(self, *, copy: bool) -> dict[str, Any]:
+        """Return the param groups and the state that belongs to no parameter."""
         groups = [
-            portable_state.pack_group(group, [names[id(p)] for p in group["params"]], index, copy=copy)
-            for index, group in enumerate(self.param_groups)
+            portable_state.pack_group(group, names, index, copy=copy)
+            for index, (group, names) in enumerate(zip(self.param_groups, self.names(), strict=True))
         ]
         return {"param_groups": groups} | portable_state.pack_shared(self._shared(copy=copy), copy=copy)
 
@@ -150,11 +144,10 @@ class LiveState:
 
     def _portable_states(self) -> dict[int, Any]:
         """Return the state of each parameter, by id. Raises StateDictError for what a state dict cannot hold."""
-        names = self.main_params.names(self.param_groups)
-        self._pack_options(names, copy=False)
+        self._pack_options(copy=False)
         return {
-            id(param): portable(self.state.get(param, {}), f"state[{names[id(param)]!r}]", copy=False)
-            for param in self._params()
+            id(param): portable(self.state.get(param, {}), f"state[{name!r}]", copy=False)
+            for name, param in self.named_params().items()
         }
 
     def rounded_params(self) -> set[int]:
@@ -206,9 +199,6 @@ class LiveState:
         """Return the param group of each parameter, by id."""
         return {id(param): group for group in self.param_groups for param in group["params"]}
 
-    def _params(self) -> list[nn.Parameter]:
-        return [param for group in self.param_groups for param in group["params"]]
-
     def names(self) -> list[list[str]]:
         """Return the names of the parameters of each param group."""
         names = self.main_params.names(self.param_groups)
@@ -217,7 +207,7 @@ class LiveState:
     def named_params(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name."""
         names = self.main_params.names(self.param_groups)
-        return {names[id(param)]: param for param in self._params()}
+        return {names[id(param)]: param for group in self.param_groups for param in group["params"]}
 
     def plan(self, state_dict: Mapping[str, Any], live: Set[int], *, strict: bool) -> Plan:
         """Check a state dict, as :meth:`check` does, and its values. Raises as that, and MainParamOverflowError.
@@ -246,7 +236,7 @@ class LiveState:
                 self._placed_state(name, param, {key: piece for key, piece in pieces.items() if piece is not None})
                 held_state = self.state.get(param, {})
                 state = {key: _apart(value, held_state.get(key), live) for key, value in given.items()}
-            params.append(Loaded(param, name, main, state))
+            params.append((param, name, main, state))
         pairs = zip(self.param_groups, groups, strict=True) if len(groups) == len(self.param_groups) else ()
         planned = [(group, self._planned_options(group, given, index)) for index, (group, given) in enumerate(pairs)]
         own = self._shared(copy=False)
@@ -329,7 +319,9 @@ class LiveState:
         """Return :attr:`Plan.remarks`: what differs because of the precision is no reason to lose moments."""
         remarks = []
         mains, given = state_dict["main_params"], state_dict["grad_scaler"]
-        if not mains and any(param.dtype in HALF_DTYPES and param.requires_grad for param in self._params()):
+        if not mains and any(
+            param.dtype in HALF_DTYPES and param.requires_grad for param in self.named_params().values()
+        ):
             remarks.append(
                 "the state dict has no main params (fp32 weights, or a plain torch optimizer's): they are taken from "
                 "the model's weights, which must be loaded first"
@@ -339,21 +331,6 @@ class LiveState:
         elif self.grad_scaler is not None and self._keeps_scaler(given, strict=True):
             remarks.append("the state dict has no loss scale, and the optimizer's grad scaler stays as it is")
         return remarks
-
-    def _load(self, loaded: Loaded) -> None:
-        """Copy main param and state of one parameter into their places; what was copied on the way there is freed.
-
-        Ranks of a DTensor communicate where it, or its scales, lie otherwise here.
-        """
-        param, name, value, state = loaded
-        main = self.main_params.get(param) if value is None else self.main_params.get_or_create(param, name)
-        if value is not None and main is not None:
-            dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
-            main.store(to_local(self.main_params.to_local(param, value, dtype)))
-            main.record_version()
-        if state is not None:
-            placed = self._placed_state(name, param, state)
-            self.state[param] = placed if main is None else self.update.load_state(main, placed)
 
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
@@ -367,8 +344,17 @@ class LiveState:
                     live[key] = value
         for copied in (param for param in self.main_params if plan.from_weights and param.is_copy):
             copied.reload()
-        for loaded in plan.params:
-            self._load(loaded)
+        # One by one into their places: what is copied on the way is freed before the next one. Ranks of a DTensor
+        # communicate where it, or its scales, lie otherwise here.
+        for param, name, value, state in plan.params:
+            main = self.main_params.get(param) if value is None else self.main_params.get_or_create(param, name)
+            if value is not None and main is not None:
+                dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
+                main.store(to_local(self.main_params.to_local(param, value, dtype)))
+                main.record_version()
+            if state is not None:
+                placed = self._placed_state(name, param, state)
+                self.state[param] = placed if main is None else self.update.load_state(main, placed)
         self.state.update(plan.shared)
         # store() has rounded each main param into its model param. Marked, that is no write of the caller's, and shards
         # are gathered on all ranks, also of parameters that the state dict left out.

@@ -27,6 +27,7 @@ from megascale.kernels.compact_moments import SCALE_SUFFIX, num_groups
 from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.rules import MOMENT_CODES
+from megascale.step.compact_state import is_code
 from megascale.step.torch_states import require_count
 from megascale.utils.dtensors import to_local
 from megascale.utils.param_names import by_position, renames
@@ -221,7 +222,7 @@ def check_state(name: str, state: Any, param: Tensor, required: Collection[str])
     for key in required:
         if key not in state:
             raise StateDictError(f"optimizer state of {name!r} lacks {key!r}; it has {sorted(map(str, state))}")
-        if key != "step" and is_held_as_codes(key, state[key]):
+        if key != "step" and is_code(key, state[key]):
             check_codes(name, key, state, param)
         elif key != "step":
             check_tensor(name, key, state[key], param)
@@ -230,11 +231,6 @@ def check_state(name: str, state: Any, param: Tensor, required: Collection[str])
     portable(state, f"state[{name!r}]", copy=False)
     for key, value in state.items():
         _require_values(f"{key} of {name!r}", value)
-
-
-def is_held_as_codes(key: str, value: Any) -> bool:
-    """Return whether a saved state is a moment held as 8-bit codes."""
-    return isinstance(value, Tensor) and value.dtype == MOMENT_CODES.get(key)
 
 
 def check_codes(name: str, key: str, state: Mapping[str, Any], param: Tensor) -> None:
@@ -256,8 +252,11 @@ def check_tensor(name: str, what: str, value: Any, like: Tensor) -> None:
     """Raise StateDictError unless ``value`` is a floating point tensor of the shape of ``like``."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         codes = f" or {MOMENT_CODES[what]} codes" if what in MOMENT_CODES else ""
+        described = (
+            f"{value.dtype} tensor" if isinstance(value, Tensor) else f"{value!r} of type {type(value).__name__}"
+        )
         raise StateDictError(
-            f"{what} of {name!r} must be a floating point tensor{codes}, got {_described(value)}; load what was saved"
+            f"{what} of {name!r} must be a floating point tensor{codes}, got {described}; load what was saved"
         )
     if value.shape != like.shape:
         raise StateDictError(
@@ -291,10 +290,6 @@ def check_fits_model(name: str, main: Tensor, model: Tensor) -> None:
 def _require_values(what: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.is_meta:
         raise StateDictError(f"{what} is on the meta device and has no values; save a state dict that has them")
-
-
-def _described(value: Any) -> str:
-    return f"{value.dtype} tensor" if isinstance(value, Tensor) else f"{value!r} of type {type(value).__name__}"
 
 
 def _shortened(names: list[str], limit: int = 8) -> str:

@@ -96,10 +96,10 @@ class ParamEntries(_View[str]):
                     f"optimizer.state of {self._name()!r} was assigned another {name!r} than it has: that entry shows "
                     "what the optimizer holds elsewhere; use load_state_dict() to change it"
                 )
-        elif self._param in self._source.state:
-            self._own[name] = value
         else:
-            self._source.state[self._param] = {name: value}
+            own = self._own
+            own[name] = value
+            self._source.state[self._param] = own
 
     def __delitem__(self, name: str) -> None:
         if name in self._added_names:
@@ -107,11 +107,15 @@ class ParamEntries(_View[str]):
                 f"optimizer.state of {self._name()!r} always has {name!r}, which cannot be deleted: it shows what the "
                 "optimizer holds elsewhere"
             )
-        del self._own[name]
+        own = self._own
+        del own[name]
+        self._source.state[self._param] = own
 
     def clear(self) -> None:
         """Drop the wrapped optimizer's entries."""
-        self._own.clear()
+        own = self._own
+        own.clear()
+        self._source.state[self._param] = own
 
     def pop(self, name: str, *default: Any) -> Any:
         """Take an entry out, as a copy: what its place shows is then the next one."""
@@ -239,7 +243,9 @@ class StateView(_View[Any]):
     def _find(self, key: object) -> LiveState | None:
         """Return the source that has a parameter, or another key."""
         for source in self._sources:
-            if _holds(source, key) if isinstance(key, Tensor) else key in source.state:
+            is_param = isinstance(key, Tensor) and key not in source.state
+            listed = (param for group in source.param_groups for param in group["params"]) if is_param else ()
+            if key in source.state or any(key is param for param in listed):
                 return source
         return None
 
@@ -247,13 +253,6 @@ class StateView(_View[Any]):
 def added_names(source: LiveState) -> tuple[str, ...]:
     """Return the names of the entries that are added to every parameter's."""
     return (*layout.ADDED, *((layout.SHARD_START,) if source.main_params.is_sharded else ()))
-
-
-def _holds(source: LiveState, param: Tensor) -> bool:
-    """Return whether ``param`` is one of an optimizer's."""
-    if source.main_params.get(param) is not None or param in source.state:
-        return True
-    return any(param is one for group in source.param_groups for one in group["params"])
 
 
 def _are_equal(one: Tensor | None, other: Any) -> bool:

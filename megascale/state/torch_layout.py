@@ -26,7 +26,8 @@ from torch import Tensor
 from megascale.errors import StateDictError, listed
 from megascale.kernels.compact_moments import GROUP, is_scale
 from megascale.main_params.shard import ParamShard
-from megascale.state.schema import EXTRA_STATE, SHARED_STATE, is_held_as_codes
+from megascale.state.schema import EXTRA_STATE, SHARED_STATE
+from megascale.step.compact_state import is_code
 from megascale.step.result import COUNT_KEYS
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import are_equal, tensors_in
@@ -145,7 +146,7 @@ class StateDict(dict[str, Any]):
         own = plain.get("optimizer", {})
         entries = chain.from_iterable(state.items() for state in own.get("state", {}).values())
         # Torch would take codes for moments: it finds no state to load.
-        hidden = "state" if any(is_held_as_codes(key, value) for key, value in entries) else None
+        hidden = "state" if any(is_code(key, value) for key, value in entries) else None
         keys = [key for key in TORCH_KEYS if key in own and key != hidden]
         return OrderedDict([*plain.items(), *((key, own[key]) for key in keys)])
 

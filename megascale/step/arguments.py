@@ -42,7 +42,15 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
         )
     check_grad_scaler(grad_scaler)
     _check_meta(optimizer)
-    _check_fsdp1(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # Whole, or as views (use_orig_params=True). Each rank has other elements of them, which nothing but FSDP1 can tell:
+    # they look like replicas.
+    position = next((index for index, param in enumerate(params) if getattr(param, "_fsdp_flattened", False)), None)
+    if position is not None:
+        raise ArgumentError(
+            f"parameter {position} (of {len(params)}) was flattened by FullyShardedDataParallel (FSDP1), which does "
+            "not say what of it this rank holds; shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
     if config is not None:
         if config.optimizer_cpu_offload:
             _check_offload(optimizer)
@@ -153,20 +161,6 @@ def _check_offload(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer_cpu_offload=True needs {kinds}, which have kernels for the host, got {name}, which runs its "
             "own step(); leave it False, and move what the optimizer keeps by optimizer.offload() and reload() where "
             "steps do not need it"
-        )
-
-
-def _check_fsdp1(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ArgumentError for parameters that FSDP1 has flattened, whole or as views (``use_orig_params=True``).
-
-    Each rank has other elements of them, which nothing but FSDP1 can tell: they look like replicas.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    position = next((index for index, param in enumerate(params) if getattr(param, "_fsdp_flattened", False)), None)
-    if position is not None:
-        raise ArgumentError(
-            f"parameter {position} (of {len(params)}) was flattened by FullyShardedDataParallel (FSDP1), which does "
-            "not say what of it this rank holds; shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
         )
 
 

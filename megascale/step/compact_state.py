@@ -82,9 +82,9 @@ def shape_of(name: str, param: MainParam) -> torch.Size:
     return scales_shape(param.main) if is_scale(name) else to_local(param.main).shape
 
 
-def is_code(name: str, value: Tensor) -> bool:
+def is_code(name: str, value: Any) -> bool:
     """Whether a state is a moment held as codes."""
-    return value.dtype == MOMENT_CODES.get(name)
+    return isinstance(value, Tensor) and value.dtype == MOMENT_CODES.get(name)
 
 
 def require_uncast(entry: Mapping[str, Any], param: MainParam) -> None:
@@ -137,4 +137,4 @@ def _have_dtypes(entry: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) ->
 
 def holds_codes(entry: Mapping[str, Any]) -> bool:
     """Whether a parameter's state has moments held as codes."""
-    return any(isinstance(entry.get(name), Tensor) and is_code(name, entry[name]) for name in MOMENT_CODES)
+    return any(is_code(name, entry.get(name)) for name in MOMENT_CODES)

@@ -7,11 +7,12 @@ as soon as it can without waiting: at once where statistics lie in host memory, 
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from megascale.errors import MainParamOverflowError, MegascaleError, NonFiniteParamError, listed
+from megascale.errors import MainParamOverflowError, NonFiniteParamError, listed
 from megascale.host_view import HostView, known_values
 from megascale.kernels import Statistic, stats_dtype
 from megascale.main_params.main_param import MainParam
@@ -107,26 +108,17 @@ class DeferredErrors:
             self._raise_together()
 
     def _raise_together(self) -> None:
-        error = self._error or self._overflow_error()
+        error, outgrown = self._error, dict[str, MainParam]()
+        for flagged in chain.from_iterable(self.flags) if error is None else ():
+            there = zip(flagged.params, flagged.overflowed.tolist(), strict=True)
+            outgrown |= {param.name: param for param, overflowed in there if overflowed}
+        if outgrown:
+            error = non_finite_params(outgrown.values()) or MainParamOverflowError(
+                f"main param of {listed(outgrown)} is 65520 or more, which rounds to inf in fp16; the main param is "
+                "intact: lower the learning rate, add weight decay, or train this model in bf16"
+            )
         self.clear()
         self.consensus.explain(error)
-
-    def _overflow_error(self) -> MegascaleError | None:
-        found = {
-            param.name: param
-            for overflow_flags in self.flags
-            for one in overflow_flags
-            for param, overflowed in zip(one.params, one.overflowed.tolist(), strict=True)
-            if overflowed
-        }
-        if not found:
-            return None
-        if (damage := non_finite_params(found.values())) is not None:
-            return damage
-        return MainParamOverflowError(
-            f"main param of {listed(found)} is 65520 or more, which rounds to inf in fp16; the main param is intact: "
-            "lower the learning rate, add weight decay, or train this model in bf16"
-        )
 
 
 def non_finite_params(params: Iterable[MainParam]) -> NonFiniteParamError | None:

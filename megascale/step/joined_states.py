@@ -23,7 +23,9 @@ def states_of(optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
 
 
 class JoinedStates(MutableMapping[Any, Any]):
-    """By parameter the entries of all, live: :class:`JoinedEntries`. Other keys are strings, with a path before them.
+    """By parameter the entries of all, in a dict that is to be assigned once it has changed.
+
+    Those of an optimizer that another holds have its path before their names. So have other keys, which are strings.
 
     Args:
         holders: by path; the wrapped optimizer under "".
@@ -32,13 +34,11 @@ class JoinedStates(MutableMapping[Any, Any]):
     def __init__(self, holders: Mapping[str, torch.optim.Optimizer]) -> None:
         self.holders = holders
 
-    def place_of(self, key: str) -> tuple[torch.optim.Optimizer, str]:
-        """Return who holds what is called ``key`` here, and its name there."""
-        path = max((path for path in self.holders if path and key.startswith(f"{path}.")), key=len, default="")
-        return self.holders[path], key[len(path) + 1 :] if path else key
-
     def _place(self, key: Any) -> tuple[torch.optim.Optimizer, Any]:
-        return self.place_of(key) if isinstance(key, str) else (self.holders[""], key)
+        """Return who holds what is called ``key`` here, and its name there."""
+        paths = (path for path in self.holders if path and isinstance(key, str) and key.startswith(f"{path}."))
+        path = max(paths, key=len, default="")
+        return self.holders[path], key[len(path) + 1 :] if path else key
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, Tensor):
@@ -46,7 +46,11 @@ class JoinedStates(MutableMapping[Any, Any]):
             return holder.state[name]
         if key not in self:
             raise KeyError(key)
-        return JoinedEntries(self, key)
+        return {
+            f"{path}.{name}" if path else name: value
+            for path, holder in self.holders.items()
+            for name, value in holder.state.get(key, {}).items()
+        }
 
     def __contains__(self, key: object) -> bool:
         if isinstance(key, Tensor):
@@ -61,7 +65,7 @@ class JoinedStates(MutableMapping[Any, Any]):
             return
         parts: dict[int, dict[str, Any]] = {id(holder): {} for holder in self.holders.values()}
         for name, entry in value.items():
-            holder, own = self.place_of(name)
+            holder, own = self._place(name)
             parts[id(holder)][own] = entry
         for holder in self.holders.values():
             if parts[id(holder)] or key in holder.state:
@@ -81,32 +85,6 @@ class JoinedStates(MutableMapping[Any, Any]):
         keys = ((path, key) for path, holder in self.holders.items() for key in holder.state)
         named = (f"{path}.{key}" if path and not isinstance(key, Tensor) else key for path, key in keys)
         return iter(list(dict.fromkeys(named)))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class JoinedEntries(MutableMapping[str, Any]):
-    """The entries of one parameter, live; those of an optimizer that another holds have its path before their names."""
-
-    def __init__(self, states: JoinedStates, param: Tensor) -> None:
-        self._states, self._param = states, param
-
-    def __getitem__(self, name: str) -> Any:
-        holder, own = self._states.place_of(name)
-        return holder.state.get(self._param, {})[own]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        holder, own = self._states.place_of(name)
-        holder.state.setdefault(self._param, {})[own] = value
-
-    def __delitem__(self, name: str) -> None:
-        holder, own = self._states.place_of(name)
-        del holder.state[self._param][own]
-
-    def __iter__(self) -> Iterator[str]:
-        for path, holder in self._states.holders.items():
-            yield from [f"{path}.{name}" if path else name for name in holder.state.get(self._param, ())]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -78,7 +78,7 @@ class KernelUpdate(GeneralUpdate):
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         # All units first: an obstacle of one sends all of them to the optimizer's own step().
-        is_obstructed, are_same = self.inner_step.is_hooked, list[bool]()
+        is_obstructed, are_same = self.is_hooked, list[bool]()
         for pending in updates:
             call = self._calls.get(pending.unit)
             # Hyperparameters serve while the options are the same objects as when they were read.
@@ -88,7 +88,14 @@ class KernelUpdate(GeneralUpdate):
                 is_obstructed = is_obstructed or self.rule.obstacle(pending.options) is not None
             are_same.append(same)
         if is_obstructed:
-            self._require_readable(updates)
+            kinds = [(moment.name, self._dtypes[moment.name]) for moment in self.rule.moments]
+            if codes := [f"{name}={dtype}" for name, dtype in kinds if dtype in CODE_DTYPES]:
+                obstacles = [self.rule.obstacle(pending.options) for pending in updates]
+                why = next(filter(None, obstacles), "step hooks: remove them")
+                raise UsageError(
+                    f"{type(self.optimizer).__name__} has {why}, or keep the moments in torch.float32; otherwise its "
+                    f"own step() must run, which cannot read {', '.join(codes)}"
+                )
             return super().prepare(updates)
         return [
             replace(pending, call=self._call(pending.unit, pending.options, has_same_options=same))
@@ -129,28 +136,16 @@ class KernelUpdate(GeneralUpdate):
 
     @override
     def update_signature(self) -> str:
-        if self.inner_step.is_hooked or any(map(self.rule.obstacle, self.optimizer.param_groups)):
+        if self.is_hooked or any(map(self.rule.obstacle, self.optimizer.param_groups)):
             return super().update_signature()
         return f"{type(self.optimizer).__name__}, backend {self.backend.name}"
 
     @override
     def why_not_capturable(self) -> str | None:
-        if self.inner_step.is_hooked:
+        if self.is_hooked:
             return f"{type(self.optimizer).__name__} has step hooks, which the host must call: remove them"
         obstacle = next(filter(None, map(self.rule.obstacle, self.optimizer.param_groups)), None)
         return None if obstacle is None else f"{type(self.optimizer).__name__} has {obstacle}"
-
-    def _require_readable(self, updates: Sequence[PendingUpdate]) -> None:
-        """Raise UsageError if the optimizer's own step() is to run on moments held as codes."""
-        kinds = [(moment.name, self._dtypes[moment.name]) for moment in self.rule.moments]
-        codes = [f"{name}={dtype}" for name, dtype in kinds if dtype in CODE_DTYPES]
-        if codes:
-            obstacles = [self.rule.obstacle(pending.options) for pending in updates]
-            why = next(filter(None, obstacles), "step hooks: remove them")
-            raise UsageError(
-                f"{type(self.optimizer).__name__} has {why}, or keep the moments in torch.float32; otherwise its own "
-                f"step() must run, which cannot read {', '.join(codes)}"
-            )
 
     def hyper(self, options: dict[str, Any]) -> Hyper:
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megascale.errors import UsageError
 from megascale.main_params.main_param import MainParam
-from megascale.step.inner_step import replaceable_grad
 from megascale.utils.dtensors import dtensor_like, held, to_local
 from megascale.utils.nests import tensors_in
 
@@ -26,25 +25,23 @@ def holders_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimi
     seen = {id(optimizer)}
     params: set[int] = set()
 
-    def search(path: str, value: Any) -> None:
-        if not isinstance(value, (torch.optim.Optimizer, list, tuple, dict)) or id(value) in seen:
-            return
-        seen.add(id(value))  # a list may hold itself
-        if not isinstance(value, torch.optim.Optimizer):
-            search_in(f"{path}.", value if isinstance(value, dict) else dict(enumerate(value)))
-            return
-        if not params:
-            params.update(_param_ids(optimizer))
-        if not params.isdisjoint(_param_ids(value)):
-            found[path] = value
-            search_in(f"{path}.", vars(value))
-
-    def search_in(prefix: str, attributes: Mapping[Any, Any]) -> None:
+    def search(prefix: str, attributes: Mapping[Any, Any]) -> None:
         for name, value in attributes.items():
-            if name not in ("param_groups", "state", "defaults"):
-                search(f"{prefix}{name}", value)
+            is_kind = isinstance(value, (torch.optim.Optimizer, list, tuple, dict))
+            if not is_kind or name in ("param_groups", "state", "defaults") or id(value) in seen:
+                continue
+            seen.add(id(value))  # a list may hold itself
+            path = f"{prefix}{name}"
+            if not isinstance(value, torch.optim.Optimizer):
+                search(f"{path}.", value if isinstance(value, dict) else dict(enumerate(value)))
+                continue
+            if not params:
+                params.update(_param_ids(optimizer))
+            if not params.isdisjoint(_param_ids(value)):
+                found[path] = value
+                search(f"{path}.", vars(value))
 
-    search_in("", vars(optimizer))
+    search("", vars(optimizer))
     return found
 
 
@@ -69,23 +66,27 @@ def _param_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
-def narrow_names(holders: Mapping[str, torch.optim.Optimizer], param: MainParam) -> frozenset[str]:
-    """Return the names of a 16-bit parameter's state that has its dtype, with the paths of who holds it before them."""
-    if not param.is_copy:
-        return frozenset()
-    return frozenset(
-        f"{path}.{key}" if path else key
-        for path, holder in holders.items()
-        for key, value in holder.state.get(param.model, {}).items()
-        if is_narrow(value, param)
-    )
-
-
 def is_narrow(value: Any, param: MainParam) -> bool:
     """Return whether an entry of a parameter's state holds a tensor of the parameter's 16-bit dtype."""
     if isinstance(value, Tensor):
         return value.dtype == param.form.dtype
     return any(one.dtype == param.form.dtype for one in tensors_in(value))
+
+
+@contextmanager
+def _replaceable_grad(param: Tensor) -> Iterator[None]:
+    """Let a gradient of the parameter's own dtype replace ``param.grad`` inside the context, and put it back after."""
+    grad, dtype = param.grad, param.grad_dtype
+    is_odd = grad is not None and grad.dtype != param.dtype
+    if is_odd:
+        param.grad_dtype = None
+    try:
+        yield
+    finally:
+        param.grad = None
+        if is_odd and grad is not None and grad.dtype == dtype:
+            param.grad_dtype = dtype
+        param.grad = grad
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def lent(
     try:
         for param, grad in zip(params, grads, strict=True):
             if param.main is param.model:
-                set_aside.enter_context(replaceable_grad(param.model))
+                set_aside.enter_context(_replaceable_grad(param.model))
             param.main.grad = None if grad is None else dtensor_like(grad, param.main)
         # State is keyed by parameter: it moves to the key under which the optimizer looks for it.
         for holder in optimizers:

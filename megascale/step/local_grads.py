@@ -85,11 +85,7 @@ class Collected:
 
 
 class ReadyGrads:
-    """Collects gradients: those of all units are read as one list.
-
-    Attributes:
-        weights: of the statistics of the newest step's gradients; None before the first.
-    """
+    """Collects gradients: those of all units are read as one list."""
 
     def __init__(
         self,
@@ -104,7 +100,6 @@ class ReadyGrads:
         self._replicas_may_differ = replicas_may_differ
         self._holders = Holders(groups, sharded=sharded)
         self._device = device
-        self.weights: GradWeights | None = None
         self._listed: _Listed | None = None
 
     def validate_param(self, param: MainParam) -> None:
@@ -141,7 +136,6 @@ class ReadyGrads:
             for unit, part in pairs
             if part.num_there or unit.counted
         ]
-        self.weights = listed.weights
         return Collected(updates, listed.params if grads.num_there else [], grads, listed.weights, None)
 
     def grad_of(self, param: MainParam) -> Tensor | None:
@@ -153,8 +147,7 @@ class ReadyGrads:
 
     def failed(self, error: Exception) -> Collected:
         """Return an empty collection with ``error``, for a rank whose step cannot be taken."""
-        self.weights = self._weigh([])
-        return Collected([], [], TensorList(), self.weights, error)
+        return Collected([], [], TensorList(), self._weigh([]), error)
 
     def _list(self, units: Sequence[UpdateUnit]) -> _Listed:
         params = [param for unit in units for param in unit.params]

@@ -117,6 +117,9 @@ class _Join:
         joined: shapes after this join: those of the whole matrices, or of pieces that another join completes.
         dims: for each matrix, the dimension along which the ranks of ``group`` have pieces.
         group: the ranks of that dimension of the mesh.
+
+    Attributes:
+        owned: indices of the matrices that this rank owns.
     """
 
     def __init__(
@@ -129,14 +132,10 @@ class _Join:
         self._owned: list[list[int]] = [[] for _ in range(self._ranks)]
         for index in range(len(shapes)):
             self._owned[owners[str(index)]].append(index)
+        self.owned = self._owned[self._rank]
         self._dims = list(dims)
         self._shapes = [[_piece_shape(shape, dim, self._ranks, rank) for rank in range(self._ranks)]
                         for shape, dim in zip(joined, dims, strict=True)]  # fmt: skip
-
-    @property
-    def owned(self) -> list[int]:
-        """Indices of the matrices that this rank owns."""
-        return self._owned[self._rank]
 
     def collect(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Send this rank's pieces to the owners. Returns the joined matrices that this rank owns."""

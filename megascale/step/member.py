@@ -100,11 +100,14 @@ class StepMember:
             new = [param for param in chain(unit.params, unit.elsewhere) if id(param) in created]
             for param in new:
                 self.grads.validate_param(param)
-                # Of state from before the optimizer was wrapped, this rank's part.
-                entries = state.get(param.model, {}) if self.main_params.is_sharded else {}
-                for key, value in entries.items():
-                    if isinstance(value, Tensor) and is_per_element(key, value, param.model):
-                        entries[key] = self.main_params.to_local(param.model, value, value.dtype)
+                if self.main_params.is_sharded and param.model in state:
+                    # Of state from before the optimizer was wrapped, this rank's part.
+                    state[param.model] = {
+                        key: self.main_params.to_local(param.model, value, value.dtype)
+                        if isinstance(value, Tensor) and is_per_element(key, value, param.model)
+                        else value
+                        for key, value in state[param.model].items()
+                    }
                 if self._compares:
                     self.unverified_params[param.name] = param.model
             self.update.create_states(param_groups[unit.group], new)

@@ -44,18 +44,10 @@ class _MatrixSet(NamedTuple):
     exchange: MatrixExchange | None
 
 
-class _Part(NamedTuple):
-    """Matrices of a unit that are decoded together, where main params are held as remainders; else all.
-
-    Attributes:
-        indices: of their main params, among those of the unit.
-        operands: with memory for decoded main params.
-        sets: in the order of their update.
-    """
-
-    indices: list[int]
-    operands: Operands
-    sets: list[_MatrixSet]
+_Part = tuple[list[int], Operands, list[_MatrixSet]]
+"""Matrices of a unit that are decoded together, where main params are held as remainders; else all. Indices of their
+main params, among those of the unit; operands, with memory for decoded main params; sets, in the order of their update.
+"""
 
 
 class _MuonKernel:
@@ -105,8 +97,8 @@ class _MuonKernel:
             runs = [
                 [there[at] for at in run] for run in runs_of([operands.model[index] for index in there], DECODED_NUMEL)
             ]
-        parts = [
-            _Part(indices, operands.pick(indices), _sets([matrices[index] for index in indices])) for indices in runs
+        parts: list[_Part] = [
+            (indices, operands.pick(indices), _sets([matrices[index] for index in indices])) for indices in runs
         ]
         if operands.remainder:
             device = operands.model[0].device

@@ -33,7 +33,7 @@ from megascale.step.overflow_report import (
     in_order,
     merged,
 )
-from megascale.step.result import BetweenSteps, ModuleEvents, SeenGrads, StepRecord
+from megascale.step.result import BetweenSteps, SeenGrads, SeenModule, StepRecord
 from megascale.utils.collectives import all_gather_object, group_size
 from megascale.utils.dtensors import to_local
 
@@ -90,7 +90,7 @@ class WatchedModules(Protocol):
     def has_param_of(self, ids: set[int]) -> bool:
         """Return whether the model has a parameter with one of these ids."""
 
-    def take(self) -> ModuleEvents:
+    def take(self) -> SeenModule:
         """Return what was seen since the last call, without waiting for the device."""
 
 
@@ -137,7 +137,7 @@ class LastOverflow(ABC):
         """Return what was seen since the last call. ``params``: returns those that are trained; asked rarely."""
         micro_batch = 0 if self.losses.count == 1 else None
         grads = None if self.listener is None else self.listener.take()
-        modules: list[ModuleEvents] = []
+        modules: list[SeenModule] = []
         if LIVE:
             ids = {id(param) for param in params()}
             modules = [watch.take() for watch in LIVE if watch.has_param_of(ids)]
@@ -156,7 +156,7 @@ class LastOverflow(ABC):
             scale,
             in_order(at_the_step if early is None else early),
             before_reduction=early is not None,
-            module=first_module(events.first() for events in seen.modules),
+            module=first_module(first() for first in seen.modules),
             losses=None if self._may_be_reduced and not losses else losses,
             only_nan=last is not None and len(at_the_step) == num_grads and hold_nan and last.num_nan == last.numel,
             at_the_step=at_the_step,
@@ -223,9 +223,10 @@ class OverflowRecorder(LastOverflow):
         """
         # Taken at the decision: observers may be told one step later, when the next losses are there.
         seen = self._take_seen(lambda: (param for _, param in self.named_params()))
-        params, num_grads = [], 0
+        params, weights, num_grads = [], [], 0
         for own in collected:
             params.append(own.params)
+            weights.append(own.weights)
             num_grads += own.grads.num_there
         # The scale before it changes. On an accelerator it must be copied: only if there is a listener.
         scale: Tensor | float | None = 1.0
@@ -235,6 +236,7 @@ class OverflowRecorder(LastOverflow):
         return StepRecord(
             None if capturing else self._members[0].counter.taken,
             params,
+            weights,
             num_grads,
             stats.non_finite,
             stats.sum_squares,

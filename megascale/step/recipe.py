@@ -224,9 +224,20 @@ class StepRecipe:
         the error at the next step.
         """
         ready, decision = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
-        if (error := self._check()) is not None:
-            raise error  # nobody waits for this rank yet, and the chain can still take its step
-        return self._take(self._collected_again(ready), decision)
+        if (fault := self._check()) is not None:
+            raise fault  # nobody waits for this rank yet, and the chain can still take its step
+        # With the gradients that are there now: no kernel is given an address that has moved.
+        collected = [*map(StepMember.collect, self.members)]
+        error = next((own.error for own in collected if own.error is not None), None)
+        if error is not None:
+            if self.errors.consensus.is_alone:
+                raise error  # nothing has changed
+            self.errors.record(error)  # not before: raised at once, it must not be raised by the next step again
+            for member, own in zip(self.members, ready, strict=True):
+                for update in own.updates:
+                    member.main_params.mark_written(update.unit)  # other ranks gather it from this one
+            collected = [replace(own, updates=[]) for own in ready]
+        return self._take(collected, decision)
 
     def _take(self, ready: Sequence[Collected], decision: StepDecision) -> StepResult:
         """Take a decided step, whose tensors cannot have changed since they were checked."""
@@ -334,7 +345,6 @@ class StepRecipe:
         captured = CapturedStep(
             record,
             self.errors.flags[-1],
-            [member.grads.weights for member in self.members],
             self.last_result,
             self._settings(),
             [member.main_params.units() for member in self.members],
@@ -519,23 +529,6 @@ class StepRecipe:
             self.errors.view.flush()
             raise error
         self._has_trained = True
-
-    def _collected_again(self, ready: list[Collected]) -> Sequence[Collected]:
-        """Return what the ready steps update with the gradients that are there now; nothing on an error of this rank.
-
-        Raises the error at once where this rank is alone. Nothing has changed then.
-        """
-        collected = [*map(StepMember.collect, self.members)]
-        error = next((own.error for own in collected if own.error is not None), None)
-        if error is None:
-            return collected
-        if self.errors.consensus.is_alone:
-            raise error
-        self.errors.record(error)  # not before: raised at once, it must not be raised by the next step again
-        for member, own in zip(self.members, ready, strict=True):
-            for update in own.updates:
-                member.main_params.mark_written(update.unit)  # other ranks gather it from this one
-        return [replace(own, updates=[]) for own in ready]
 
     def _apply_members(self, ready: Sequence[Collected], decision: Decision) -> list[OverflowFlags]:
         """Update all members. Returns which main params did not fit their model params."""

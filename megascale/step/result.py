@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -39,11 +39,8 @@ class StepResult(NamedTuple):
     num_zeros_in_grad: Tensor
 
 
-class ModuleEvents(Protocol):
-    """What a watch saw between two steps."""
-
-    def first(self) -> NonFiniteModule | None:
-        """Return where inf or NaN appeared first, or None. Waits for the device."""
+SeenModule = Callable[[], NonFiniteModule | None]
+"""Returns where a watch saw inf or NaN first between two steps, or None. Waits for the device."""
 
 
 class BetweenSteps(NamedTuple):
@@ -57,7 +54,7 @@ class BetweenSteps(NamedTuple):
     """
 
     grads: SeenGrads | None
-    modules: list[ModuleEvents]
+    modules: list[SeenModule]
     losses: list[Tensor] | None
     micro_batch: int | None
 
@@ -69,6 +66,7 @@ class StepRecord:
     Attributes:
         step: its number. None for a step in a graph: the number of the last replay.
         params: of each member those whose gradients were measured on this rank.
+        weights: of each member's statistics, which a graph reads.
         num_grads: how many of these had a gradient.
         counts: non-finite elements of each of these gradients, shape [params of all members]; None without gradients.
         sum_squares: of each member, the sums of squares of its gradients, shape [its params]; None without gradients.
@@ -81,6 +79,7 @@ class StepRecord:
 
     step: int | None
     params: list[list[MainParam]]
+    weights: list[GradWeights]
     num_grads: int
     counts: Tensor | None
     sum_squares: tuple[Tensor | None, ...]
@@ -123,7 +122,6 @@ class CapturedStep:
     Attributes:
         record: what observers are told of each replay.
         overflow_flags: which main params did not fit their model params.
-        weights: of each member's statistics.
         result: what the step returned.
         settings: by name, numbers and objects that are in the graph as they were.
         units: of each member; they are others once a parameter has moved.
@@ -133,7 +131,6 @@ class CapturedStep:
 
     record: StepRecord
     overflow_flags: list[OverflowFlags]
-    weights: list[GradWeights | None]
     result: StepResult | None
     settings: dict[str, Any]
     units: list[Any]

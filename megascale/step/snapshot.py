@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,14 +10,6 @@ from torch import Tensor
 from megascale.main_params.main_param import MainParam
 from megascale.step.lending import holders_of, put_back
 from megascale.utils.dtensors import held, to_local
-
-
-class _Saved(NamedTuple):
-    """A tensor, the memory that it has, and a copy of its values."""
-
-    tensor: Tensor
-    memory: Tensor
-    values: Tensor
 
 
 class Snapshot:
@@ -31,7 +23,8 @@ class Snapshot:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[MainParam]) -> None:
-        self._saved: dict[int, _Saved] = {}
+        # By id a tensor, the memory that it has, and a copy of its values.
+        self._saved: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for param in params:
             if param.remainder is None:
                 self._save(param.main)
@@ -75,4 +68,4 @@ class Snapshot:
     def _save(self, tensor: Tensor) -> None:
         if id(tensor) not in self._saved:
             memory = to_local(tensor)
-            self._saved[id(tensor)] = _Saved(tensor, memory, memory.clone())
+            self._saved[id(tensor)] = tensor, memory, memory.clone()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -21,9 +22,8 @@ from megascale.kernels import (
 )
 from megascale.main_params.main_param import MainParam
 from megascale.rules import BY_KIND, KINDS
-from megascale.step.inner_step import InnerStep
 from megascale.step.kernel_state import rate
-from megascale.step.lending import holders_of, is_narrow, lent, narrow_names
+from megascale.step.lending import holders_of, is_narrow, lent
 from megascale.step.torch_states import is_torchs, require_count, state_of, widen
 from megascale.step.update import MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import is_cut, to_local
@@ -36,18 +36,36 @@ class GeneralUpdate:
 
     Costs one host read of `found_inf` a step.
 
-    Attributes:
-        inner_step: the wrapped optimizer's own step.
+    Only it may call that ``step()``: a torch hook that lives as long as it refuses calls from elsewhere. They would
+    update 16-bit model params with scaled gradients, which main params would take for loaded weights.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
         self.optimizer = optimizer
         self.backend = backend
-        self.inner_step = InnerStep(optimizer)
+        self._is_stepping, myself = False, ref(self)
+
+        def refuse(inner: torch.optim.Optimizer, *_: Any) -> None:
+            update = myself()
+            if update is not None and not update._is_stepping:
+                raise UsageError(
+                    f"{type(inner).__name__}.step() was called, but a MixedPrecisionOptimizer wraps this optimizer: "
+                    "call the wrapper's step(), which unscales the gradients and updates main params. To train without "
+                    "it again, drop the wrapper"
+                )
+
+        self._hook = optimizer.register_step_pre_hook(refuse)
+        finalize(self, self._hook.remove)
         # Of these it is known that they keep no 16-bit state of their own accord, and hold no other optimizer.
         kind = type(optimizer)
         self._is_torchs = kind in BY_KIND or kind.__module__.split(".")[:2] == ["torch", "optim"]
         self._holders = {"": optimizer}  # found in the first half of a step, for the second
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether the optimizer's own step has hooks other than ours."""
+        pre_hooks, post_hooks = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
+        return bool(post_hooks) or len(pre_hooks) > (self._hook.id in pre_hooks)
 
     def create_states(self, options: dict[str, Any], params: Sequence[MainParam]) -> None:
         """Make the state of parameters of one group that have none.
@@ -70,9 +88,13 @@ class GeneralUpdate:
 
     def _note_narrow_state(self, holders: Mapping[str, torch.optim.Optimizer], params: Sequence[MainParam]) -> None:
         """Remember which state is 16-bit now: whatever else is found so later was made of 16-bit weights."""
-        if not self._is_torchs:
-            for param in params:
-                param.narrow_state = narrow_names(holders, param)
+        for param in () if self._is_torchs else params:
+            param.narrow_state = frozenset(
+                f"{path}.{name}" if path else name
+                for path, holder in (holders if param.is_copy else {}).items()
+                for name, value in holder.state.get(param.model, {}).items()
+                if is_narrow(value, param)
+            )
 
     def take_in_state(self) -> bool:
         """Copy what a program has put into the optimizer's state into its place; of an own ``step()`` it has none.
@@ -147,24 +169,21 @@ class GeneralUpdate:
         """Raise UsageError, naming it, for state without memory, or that a method made of 16-bit weights."""
         self._holders = self._find_holders()
         for param in params:
+            narrow = param.narrow_state if param.is_copy and not self._is_torchs else None
             for path, holder in self._holders.items():
-                self._check_state_of(param, holder, f"{path}." if path else "")
-
-    def _check_state_of(self, param: MainParam, holder: torch.optim.Optimizer, prefix: str) -> None:
-        """Raise UsageError, naming it, for a parameter's state that no step can use. ``prefix``: of its names."""
-        narrow = param.narrow_state if param.is_copy and not self._is_torchs else None
-        for name, value in state_of(holder, param).items():
-            if isinstance(value, Tensor) and (fault := memory_fault(to_local(value))):
-                raise UsageError(
-                    f"the optimizer's state[{param.name!r}][{prefix + name!r}] {fault}; load the state anew"
-                )
-            if narrow is not None and is_narrow(value, param) and f"{prefix}{name}" not in narrow:
-                raise UsageError(
-                    f"the optimizer's state[{param.name!r}][{prefix + name!r}] is {param.form.dtype}, as the parameter "
-                    f"is: a method of {type(holder).__name__} has made it of 16-bit weights or scaled gradients. Call "
-                    "the method inside `with optimizer.main_grads() as inner:`, which shows it fp32 ones; and delete "
-                    "this state, or load a checkpoint"
-                )
+                for name, value in state_of(holder, param).items():
+                    called = f"{path}.{name}" if path else name
+                    if isinstance(value, Tensor) and (fault := memory_fault(to_local(value))):
+                        raise UsageError(
+                            f"the optimizer's state[{param.name!r}][{called!r}] {fault}; load the state anew"
+                        )
+                    if narrow is not None and is_narrow(value, param) and called not in narrow:
+                        raise UsageError(
+                            f"the optimizer's state[{param.name!r}][{called!r}] is {param.form.dtype}, as the "
+                            f"parameter is: a method of {type(holder).__name__} has made it of 16-bit weights or "
+                            "scaled gradients. Call the method inside `with optimizer.main_grads() as inner:`, which "
+                            "shows it fp32 ones; and delete this state, or load a checkpoint"
+                        )
 
     def apply(
         self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
@@ -192,9 +211,12 @@ class GeneralUpdate:
         try:
             unscaled = [*self.unscaled(params, grads, decision), *(torch.empty_like(param.main) for param in empty)]
             with self.lend([*params, *empty], unscaled, self._holders):
-                self.inner_step()
+                self._is_stepping = True
+                self.optimizer.step()
         except Exception as error:  # whatever it is: other ranks wait
             failure = error
+        finally:
+            self._is_stepping = False
         # After a failure, too: model params must be the roundings of main params, and other ranks wait for the gathers
         # that mark_written() starts.
         overflow_flags = self.round_(params, decision)
@@ -271,23 +293,18 @@ class GeneralUpdate:
     def _wide_moments(self, params: Sequence[MainParam]) -> Iterator[None]:
         """Show torch's own optimizers fp32 numbers of moments that are held in 16 bits, as their arithmetic wants."""
         state = self.optimizer.state
-        narrow: list[tuple[MainParam, dict[str, torch.dtype]]] = []
-        for param in params if self._is_torchs else ():
-            entries = state.get(param.model, {})
-            narrow.append(
-                (
-                    param,
-                    {
-                        name: value.dtype
-                        for name, value in entries.items()
-                        if isinstance(value, Tensor) and value.shape == param.main.shape and value.dtype in HALF_DTYPES
-                    },
-                )
-            )
-            entries.update({name: entries[name].to(param.main.dtype) for name in narrow[-1][1]})
+        narrow = [
+            (param, name, value.dtype)
+            for param in (params if self._is_torchs else ())
+            for name, value in state.get(param.model, {}).items()
+            if isinstance(value, Tensor) and value.shape == param.main.shape and value.dtype in HALF_DTYPES
+        ]
+        for param, name, _ in narrow:
+            state[param.model][name] = state[param.model][name].to(param.main.dtype)
         try:
             yield
         finally:
-            for param, dtypes in narrow:
+            for param, name, dtype in narrow:
                 own = self.optimizer.state.get(param.model, {})
-                own.update({name: own[name].to(dtype) for name, dtype in dtypes.items() if name in own})
+                if name in own:
+                    own[name] = own[name].to(dtype)

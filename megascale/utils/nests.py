@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 
-def map_tensors(function: Callable[[Any], Any], nest: Any, kinds: tuple[type, ...] = (Tensor,)) -> Any:
-    """Return ``nest`` with ``function`` of each leaf of ``kinds`` in its place. Containers are new."""
-    if isinstance(nest, kinds):
+def map_tensors(function: Callable[[Any], Any], nest: Any) -> Any:
+    """Return ``nest`` with ``function`` of each tensor in its place. Containers are new."""
+    if isinstance(nest, Tensor):
         return function(nest)
     if isinstance(nest, Mapping):
-        return {key: map_tensors(function, value, kinds) for key, value in nest.items()}
+        return {key: map_tensors(function, value) for key, value in nest.items()}
     if isinstance(nest, (list, tuple)):
-        values = [map_tensors(function, value, kinds) for value in nest]
+        values = [map_tensors(function, value) for value in nest]
         return type(nest)(*values) if hasattr(nest, "_make") else type(nest)(values)  # a named tuple's
     return nest
 

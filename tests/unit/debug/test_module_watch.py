@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,9 @@ def _model(backward: bool) -> nn.Module:
     return _Named(nn.Sequential(_Grow(backward), _Grow(backward), _Grow(backward)))
 
 
-def _first(seen: Any) -> NonFiniteModule:
+def _first(seen: Callable[[], NonFiniteModule | None]) -> NonFiniteModule:
     """Return the first event, which there must have been."""
-    found: NonFiniteModule | None = seen.first()
+    found = seen()
     if found is None:
         raise LookupError("nothing was seen")
     return found
@@ -75,7 +76,7 @@ def test_first_output_that_overflows() -> None:
     model(torch.full((2, 2), 1e-6).half())
     assert seen.first() is None
     model(torch.tensor([1.0, -2.0, 0.0, 60.0]).half())
-    found = _first(seen)
+    found = _first(seen.first)
     assert (found.module, found.phase, found.call) == ("grow.1", "forward", 1)
     assert (found.inputs.minimum, found.inputs.maximum, found.inputs.share_non_finite) == (-2000.0, 60000.0, 0.0)
     assert found.inputs.mean_abs == 15750.0
@@ -100,7 +101,7 @@ def test_the_first_of_several_is_kept() -> None:
     module = nn.Sequential(_Spoils(), _Spoils(), nn.Identity())
     seen = watch(module)
     module(torch.ones(4))
-    first = _first(seen)
+    first = _first(seen.first)
     assert first.module == "0"
 
 
@@ -110,7 +111,7 @@ def test_first_gradient_that_overflows() -> None:
     inputs = torch.ones(3, dtype=torch.float16, requires_grad=True)
     with watch(model) as seen:
         model(inputs).sum().backward()
-    found = _first(seen)
+    found = _first(seen.first)
     assert (found.module, found.phase) == ("grow.0", "backward")
     assert str(found).startswith("gradient of the output of 'grow.0' (call 0): ")
     assert found.inputs.maximum == 1.0
@@ -152,7 +153,7 @@ def test_structures_and_integers_pass() -> None:
     model = Nest()
     seen = watch(model)
     model(torch.arange(3), x=torch.tensor([1.0, torch.inf]))
-    found = _first(seen)
+    found = _first(seen.first)
     assert found.module == "Nest"
     assert found.found == TensorStatistics(1.0, 1.0, 1.0, 0.5, torch.float32)
     with pytest.raises(ArgumentTypeError, match="model must be a"):
@@ -209,7 +210,7 @@ def test_overflow_reports_name_the_module(late: bool, tmp_path: Path, caplog: py
     rows = [json.loads(line) for line in (tmp_path / "overflows.jsonl").read_text().splitlines()]
     found = {(row["step"], row["module"], row["module_phase"], row["module_rank"]) for row in rows}
     assert found == {(1, "1", "forward", 0), (3, "0", "forward", 0)}
-    first = _first(seen)
+    first = _first(seen.first)
     assert first.module == "1"
     model(torch.full((1, 4), torch.nan).half())
     seen.remove()
