@@ -8,7 +8,7 @@ a collective, is seen on the device, by a sum of the gradient's bits: nothing is
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
@@ -51,7 +51,8 @@ class GradCopies:
         self._sums = torch.zeros(0, dtype=torch.int64, device=device)
         self._passes: WeakKeyDictionary[HostBuffers, int] = WeakKeyDictionary()
         self._usual_passes: WeakKeyDictionary[HostBuffers, int] = WeakKeyDictionary()
-        self._copied: dict[HostBuffers, _Copied] = {}
+        # What was copied: a gradient, its address, and its versions when its copy began.
+        self._copied: dict[HostBuffers, tuple[ref[Tensor], int, tuple[int, int]]] = {}
         self._are_awaited = True
         self._hooks: dict[int, RemovableHandle] = {}
         finalize(self, _remove, self._hooks).atexit = False
@@ -102,7 +103,7 @@ class GradCopies:
             torch.sum(_bits(local), tuple(range(local.dim())), dtype=torch.int64, out=self._sums[self._slots[buffers]])
             memory.copy_(local, non_blocking=True)
         self._are_awaited = False
-        self._copied[buffers] = _Copied(ref(grad), local.data_ptr(), _versions(grad))
+        self._copied[buffers] = ref(grad), local.data_ptr(), _versions(grad)
 
     def join(self, measured: Iterable[tuple[HostBuffers, Tensor]]) -> tuple[frozenset[HostBuffers], Tensor]:
         """Let the current stream wait for all copies. The next step begins.
@@ -121,24 +122,14 @@ class GradCopies:
             return frozenset(), torch.zeros((), device=self._device)
         sums = list(self._sums.unbind())
         there = set()
-        for buffers, grad in measured:
-            if buffers in copied and copied[buffers].is_of(grad):
-                there.add(buffers)
-                sums[self._slots[buffers]] = torch.sum(_bits(grad), dtype=torch.int64)
+        for buffers, local in measured:
+            if buffers in copied:
+                reference, address, versions = copied[buffers]
+                grad = reference()  # while it lives nothing else can be at its address
+                if grad is not None and local.data_ptr() == address and _versions(grad) == versions:
+                    there.add(buffers)
+                    sums[self._slots[buffers]] = torch.sum(_bits(local), dtype=torch.int64)
         return frozenset(there), (torch.stack(sums) != self._sums).any()
-
-
-class _Copied(NamedTuple):
-    """A gradient when its copy began."""
-
-    grad: "ref[Tensor]"
-    address: int
-    versions: tuple[int, int]
-
-    def is_of(self, local: Tensor) -> bool:
-        """Whether ``local`` is still the memory of that gradient, and its values are as far as torch knows."""
-        grad = self.grad()  # while it lives nothing else can be at its address
-        return grad is not None and local.data_ptr() == self.address and _versions(grad) == self.versions
 
 
 def _weakly(copies: GradCopies, method: Callable[..., None], *first: Any) -> Callable[..., None]:

@@ -75,8 +75,21 @@ class WeightArrivals:
         self._tracked.update(id(param.model) for param in params)
         self._seen.clear()
         if self._finder is None:
-            finder = _Finder(ref(self))
-            self._finder = finder.handle = register_module_forward_pre_hook(finder)
+            there = ref(self)
+
+            # Of all modules: it goes with the first call after the arrivals are freed, not when they are freed, as the
+            # compiler may be reading the list of hooks then. In compiled code it finds nothing: it would cut the graphs
+            # of models that have nothing to do with the arrivals.
+            def find(module: nn.Module, _inputs: Any) -> None:
+                if torch.compiler.is_compiling() or not (module._parameters or module._modules):
+                    return
+                arrivals = there()
+                if arrivals is not None:
+                    arrivals.found(module)
+                else:
+                    handle.remove()
+
+            self._finder = handle = register_module_forward_pre_hook(find)
 
     def unawaited(self, params: Sequence[MainParam]) -> bool:
         """Whether there is one among ``params`` that no module waits for."""
@@ -161,24 +174,3 @@ def _wait_for_all(sent: "dict[int, _Sent]", written_too_early: list[str]) -> Non
     for one in {id(one): one for one in sent.values()}.values():
         one.wait_for_arrival(written_too_early)
     sent.clear()
-
-
-class _Finder:
-    """A hook of all modules. It refers to the arrivals weakly, and goes with the first call after they are freed.
-
-    In compiled code it finds nothing: it would cut the graphs of models that have nothing to do with the arrivals.
-    """
-
-    handle: RemovableHandle
-
-    def __init__(self, arrivals: "ref[WeightArrivals]") -> None:
-        self._arrivals = arrivals
-
-    def __call__(self, module: nn.Module, _inputs: Any) -> None:
-        if torch.compiler.is_compiling() or not (module._parameters or module._modules):
-            return
-        arrivals = self._arrivals()
-        if arrivals is not None:
-            arrivals.found(module)
-        else:
-            self.handle.remove()  # not when they are freed: the compiler may be reading the list of hooks then

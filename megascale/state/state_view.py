@@ -63,10 +63,7 @@ class ParamEntries(_View[str]):
     def __init__(self, source: LiveState, param: Tensor) -> None:
         self._source = source
         self._param = param
-
-    @property
-    def _added_names(self) -> tuple[str, ...]:
-        return added_names(self._source)
+        self._added_names = added_names(source)
 
     @property
     def _own(self) -> MutableMapping[str, Any]:
@@ -194,16 +191,13 @@ class StateView(_View[Any]):
             if len(self._sources) > 1:
                 raise UsageError("state of several optimizers takes no new keys: write it into one of .optimizers")
             [source] = self._sources
-        if not isinstance(key, Tensor) or not isinstance(value, Mapping):
-            source.state[key] = value
-            return
-        names = added_names(source)
-        added = {name: entry for name, entry in value.items() if name in names}
-        for name, entry in added.items():
-            if name != layout.NUM_STATES:  # which follows from what is assigned
-                ParamEntries(source, key)[name] = entry
-        if isinstance(value, ParamEntries) or added:
-            value = {name: entry for name, entry in value.items() if name not in added}
+        if isinstance(key, Tensor) and isinstance(value, Mapping):
+            added = {name: value[name] for name in added_names(source) if name in value}
+            for name, entry in added.items():
+                if name != layout.NUM_STATES:  # which follows from what is assigned
+                    ParamEntries(source, key)[name] = entry
+            if isinstance(value, ParamEntries) or added:
+                value = {name: entry for name, entry in value.items() if name not in added}
         source.state[key] = value
 
     def __delitem__(self, key: Any) -> None:

@@ -20,8 +20,6 @@ from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.live_objects import objects_of
 from megascale.utils.wording import either
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-
 
 def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: bool) -> None:
     """Raise ArgumentTypeError or ArgumentError for a constructor's arguments that do not fit.

@@ -104,7 +104,7 @@ def lent_main_params(
 
     Args:
         recipe: orders the steps of ``members``, and of others where these are some of a ChainedOptimizer's.
-        error: what this rank has found already; all ranks raise it.
+        error: what this rank has found already, where gradients are lent; all ranks raise it.
         with_grads: lend unscaled gradients, too, and take back what was written if they overflowed.
 
     Yields a list, empty at first: at the end it holds members whose optimizer has dropped the gradients it was lent.
@@ -117,7 +117,7 @@ def lent_main_params(
     for member in members:
         member.require_not_lent("main_grads()")
     with torch.no_grad():
-        grads = recipe.grads_to_lend(error) if with_grads else recipe.no_grads_to_lend(members, error)
+        grads = recipe.grads_to_lend(error) if with_grads else recipe.no_grads_to_lend(members)
     loans: list[_Loan] = []
     stack, failure, dropped = ExitStack(), None, list[StepMember]()
     try:

@@ -62,7 +62,7 @@ from megascale.step.result import CapturedStep, StepObserver, StepRecord, StepRe
 from megascale.step.stalls import StallWatch
 from megascale.step.update import OverflowFlags
 from megascale.utils.calls import span
-from megascale.utils.collectives import all_gather_object, all_reduce_sum_, raise_together
+from megascale.utils.collectives import all_gather_object, all_reduce_sum_, raising_together
 from megascale.utils.transfer import is_capturing, to_device_async
 
 _MAIN_PARAMS = attrgetter("main_params")
@@ -302,17 +302,14 @@ class StepRecipe:
         grads = {id(param): grad for param, grad in chain.from_iterable(pairs)}
         return LentGrads(grads, self._backend.decide(stats.vector, scale, 0.0), was_skipped(agreed))
 
-    def no_grads_to_lend(self, members: Sequence[StepMember], error: Exception | None) -> LentGrads:
+    def no_grads_to_lend(self, members: Sequence[StepMember]) -> LentGrads:
         """Return what :meth:`grads_to_lend` does where there are no gradients. All ranks raise what one has found."""
-        try:
+        with raising_together(self.groups.grad_stats):
             self._check()  # a chain's optimizers may each be lent alone: nothing is decided on
             for member in members:
                 require_lendable(member, with_grads=False)
                 member.sync_from_model()
                 member.update.require_usable_state(member.main_params)
-        except Exception as caught:  # whatever it is: other ranks wait
-            error = error or caught
-        raise_together(error, self.groups.grad_stats)
         zero = torch.zeros((), device=members[0].device)
         return LentGrads({}, Decision(zero, torch.ones_like(zero), zero, zero), overflowed=False)
 
