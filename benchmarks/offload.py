@@ -196,7 +196,7 @@ def seconds_of_copies(device: torch.device, nbytes: int) -> float:
 def host_threads() -> int:
     """Return how many threads an offloaded update has."""
     backend = host_backend()
-    return backend.num_threads() if isinstance(backend, NativeBackend) else torch.get_num_threads()
+    return (isinstance(backend, NativeBackend) and backend._num_threads) or torch.get_num_threads()
 
 
 def update_seconds(host: MixedPrecisionOptimizer, threads: int, seconds: float) -> float:

@@ -53,7 +53,7 @@ def _table(device: FakeDevice, program: str, arguments: list[str]) -> str:
     for module in (torch.accelerator, torch.cuda):
         for name in ("empty_cache", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
             setattr(module, name, nothing)
-    torch.cuda.Event = lambda **_: SimpleNamespace(record=nothing, elapsed_time=lambda _: 1.0)  # type: ignore[assignment, misc]
+    torch.cuda.Event.elapsed_time = lambda *_: 1.0  # type: ignore[method-assign]
     torch.cuda.get_device_name = lambda *_: "a simulated device"
     torch.Generator = lambda *_: generator()  # type: ignore[assignment, misc]
     torch.profiler.profile = lambda **_: _Profile(device)  # type: ignore[assignment, misc]

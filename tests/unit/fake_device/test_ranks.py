@@ -98,6 +98,21 @@ def test_an_optimizer_without_gradients_is_refused_one_step_late(on_device: OnDe
     assert "no parameter of the optimizer has a gradient" in message
 
 
+def _never_sets_a_device(device: FakeDevice) -> int:
+    torch.cuda.set_device(0)  # as it is from the start
+    place = torch.device("cuda", dist.get_rank())
+    module = model().to(place)
+    optimizer = DistributedOptimizer(adamw(module), CONFIG, scaler(), modules=module)
+    x = torch.ones(8, 4, dtype=torch.float16, device=place)
+    optimizer.scale_loss(module(x).float().square().mean()).backward()
+    return optimizer.step().success.get_device()
+
+
+def test_a_program_need_not_set_its_device(on_device: OnDevice) -> None:
+    """Torch sends objects over NCCL from the current device, which is every rank's first one here."""
+    assert on_device.ranks(2, _never_sets_a_device) == [0, 1]
+
+
 UNEVEN: list[tuple[list[int], list[str]]] = [
     ([640, 570], ["_reduce_scatter", "_all_gather"]),
     ([640, 640], ["_reduce_scatter", "_all_gather"]),
