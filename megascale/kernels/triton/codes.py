@@ -10,17 +10,10 @@ element, and so every row of the block, begins a group.
 import triton.language as tl
 
 from megascale.kernels import compact_moments
-from megascale.kernels.triton import device_table
-from megascale.kernels.triton.chunks import (
-    read,
-    write,
-)
+from megascale.kernels.triton.chunks import START, read, write
 from megascale.kernels.triton.interpreter import inlined, max_of_rows
 from megascale.kernels.triton.remainders import folded, nearest
 
-START = tl.constexpr(device_table.START)
-FIRST_SCALE = tl.constexpr(device_table.FIRST_SCALE)
-SECOND_SCALE = tl.constexpr(device_table.SECOND_SCALE)
 GROUP = tl.constexpr(compact_moments.GROUP)
 FINEST = tl.constexpr(compact_moments.FINEST)
 COARSEST = tl.constexpr(compact_moments.COARSEST)

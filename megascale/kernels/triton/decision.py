@@ -11,12 +11,7 @@ import triton.language as tl
 from megascale.kernels.decision import LARGEST_SUM_SQUARES, REPLICA_TOLERANCE, Statistic
 from megascale.kernels.triton.interpreter import sum_of, sum_of_lanes
 
-SUM_SQUARES = tl.constexpr(int(Statistic.SUM_SQUARES))
-NON_FINITE = tl.constexpr(int(Statistic.NON_FINITE))
-ZEROS = tl.constexpr(int(Statistic.ZEROS))
-ERRORS = tl.constexpr(int(Statistic.ERRORS))
-CONTRAST = tl.constexpr(int(Statistic.CONTRAST))
-SCALED_RANKS = tl.constexpr(int(Statistic.SCALED))
+SUM_SQUARES, NON_FINITE, ZEROS, ERRORS, CONTRAST, SCALED_RANKS = (tl.constexpr(int(index)) for index in Statistic)
 LARGEST = tl.constexpr(LARGEST_SUM_SQUARES)
 TOLERANCE = tl.constexpr(REPLICA_TOLERANCE)
 TO_WHOLE = tl.constexpr(1.5 * 2.0**52)  # a number added to it in fp64, below 2**51, keeps no fraction

@@ -30,7 +30,7 @@ CODES_VECTOR = 8  # elements, where a tensor of a row has 8 bits
 PLANS = 8  # that are kept of the same operands, for gradients of other dtypes or layouts
 
 # Columns of a row, all int64.
-NUMEL, FIRST_CHUNK, ALIGNED, STEP, START, FIRST_SCALE, SECOND_SCALE, TENSORS = range(8)
+COLUMNS = NUMEL, FIRST_CHUNK, ALIGNED, STEP, START, FIRST_SCALE, SECOND_SCALE, TENSORS = tuple(range(8))
 SCALES = (FIRST_SCALE, SECOND_SCALE)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, REMAINDER_DTYPE, *CODE_DTYPES)

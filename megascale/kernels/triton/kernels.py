@@ -15,10 +15,13 @@ import triton.language as tl
 
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.chunks import (
+    FIRST_SCALE,
     MAIN,
     MODEL,
     NARROWER,
+    SECOND_SCALE,
     STATE,
+    STEP,
     arrive,
     chunk_at,
     chunk_of,
@@ -31,8 +34,6 @@ from megascale.kernels.triton.chunks import (
     write,
 )
 from megascale.kernels.triton.codes import (
-    FIRST_SCALE,
-    SECOND_SCALE,
     before,
     first_dither,
     offsets_of,
@@ -55,7 +56,6 @@ from megascale.kernels.triton.remainders import encode_kernel as encode_kernel
 # Triton's dtypes have the names of torch's.
 LANGUAGE_DTYPES = {one: getattr(tl, str(one).removeprefix("torch.")) for one in device_table.DTYPES} | {None: None}
 
-STEP = tl.constexpr(device_table.STEP)
 CODES_VECTOR = tl.constexpr(device_table.CODES_VECTOR)
 
 # Not specialized by alignment, so that one compiled kernel serves: single numbers are read from them.
