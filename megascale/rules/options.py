@@ -1,7 +1,5 @@
 """Reads the options of param groups, and names those that are missing or of a wrong type."""
 
-import math
-import numbers
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -9,6 +7,8 @@ import torch
 from torch import Tensor
 
 from megascale.errors import ArgumentError
+from megascale.utils import validate
+from megascale.utils.portable import plain
 
 
 def require_options(options: Mapping[str, Any], names: Collection[str]) -> None:
@@ -23,29 +23,16 @@ def require_options(options: Mapping[str, Any], names: Collection[str]) -> None:
 
 def number(options: Mapping[str, Any], name: str) -> float:
     """Return an option that is a finite number. Raises ArgumentError, naming it, for what is none."""
-    value = options[name]
-    if isinstance(value, numbers.Real):
-        return _finite(name, value)
-    raise ArgumentError(f"{name} of a param group must be a number, got {value!r} of type {type(value).__name__}")
-
-
-def _finite(name: str, value: Any) -> float:
-    try:
-        result = float(value)
-    except OverflowError:  # an integer that is too large
-        result = math.inf
-    if math.isfinite(result):
-        return result
-    raise ArgumentError(f"{name} of a param group must be finite, got {result}")
+    return validate.real(f"{name} of a param group", plain(options[name]))
 
 
 def pair(options: Mapping[str, Any], name: str) -> tuple[float, float]:
     """Return an option that is two finite numbers. Raises ArgumentError, naming it, for what is none."""
     value = options[name]
-    if isinstance(value, Collection) and len(value) == 2 and all(isinstance(one, numbers.Real) for one in value):
-        first, second = value
-        return _finite(name, first), _finite(name, second)
-    raise ArgumentError(f"{name} of a param group must be two numbers, got {value!r}")
+    if not isinstance(value, Collection) or isinstance(value, str) or len(value) != 2:
+        raise ArgumentError(f"{name} of a param group must be two numbers, got {value!r}")
+    first, second = (validate.real(f"{name} of a param group", plain(one)) for one in value)
+    return first, second
 
 
 def values_of(name: str, index: int | None = None) -> Callable[[torch.optim.Optimizer], list[Any]]:

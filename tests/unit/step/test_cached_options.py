@@ -111,7 +111,9 @@ def test_what_is_not_finite_is_refused(change: dict[str, Any]) -> None:
     before = param.detach().clone()
     optimizer.param_groups[0].update(change)
     param.grad = torch.arange(8.0)
-    with pytest.raises(ArgumentError, match=f"{next(iter(change))} of a param group must be finite"):
+    with pytest.raises(
+        ArgumentError, match=f"{next(iter(change))} of a param group must be (finite|within the range of a float)"
+    ):
         optimizer.step()
     assert bits_equal(param.detach(), before)
     optimizer.param_groups[0].update(lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
