@@ -25,8 +25,6 @@ LOOKS: tuple[Callable[[Any], Any], ...] = (
     Tensor.is_inference,
     attrgetter("requires_grad"),
 )
-_STORAGE: Callable[[Tensor], Any] = Tensor.untyped_storage
-_NBYTES: Callable[[Any], int] = torch.UntypedStorage.nbytes
 _NUMBERS: dict[torch.dtype, int] = {}
 """A number for each dtype that was met."""
 
@@ -109,7 +107,7 @@ class Forms:
         """Return whether the storages of the ``tensors`` at ``indices``, which have these forms, hold all elements."""
         asked = tensors if len(indices) == len(tensors) else [tensors[index] for index in indices.tolist()]
         offsets = np.fromiter(map(Tensor.storage_offset, asked), np.int64, len(asked))
-        nbytes = np.fromiter(map(_NBYTES, map(_STORAGE, asked)), np.int64, len(asked))
+        nbytes = np.fromiter(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, asked)), np.int64, len(asked))
         reaches, itemsizes = self._extents
         ends = (offsets + reaches[indices]) * itemsizes[indices]
         are_there = (ends <= nbytes) & (addresses[indices] != 0)

@@ -5,21 +5,15 @@ tensor. So a list is read in blocks: torch compares all parts of a form in one c
 while the tensor is in the cache. The size of a storage is read only where a tensor lies at another address than before.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from megascale.kernels.tensors.forms import LOOKS, PLAIN_TYPES, Forms
 from megascale.kernels.tensors.tensor_list import TensorList
-
-try:
-    from torch._C._dynamo import guards
-except ImportError:  # then every part of a form is read and compared
-    TensorGuards: Any = None
-else:
-    TensorGuards = guards.TensorGuards
 
 UNREADABLE = (RuntimeError, TypeError, AttributeError)
 """What reading raises for something that is no tensor, or has no memory or strides of its own, as a sparse tensor."""
@@ -64,9 +58,10 @@ class ListReader:
         part = slice(start, start + len(block))
         if any(list(map(look, block)) != column[part] for look, column in zip(LOOKS, self.forms.columns, strict=True)):
             return False
-        if TensorGuards is not None:
-            sizes, strides = (list(map(list, column[part])) for column in (self.forms.shapes, self.forms.strides))
-            self._guards[start] = TensorGuards(*block, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        sizes, strides = (  # torch's stub has another type for them
+            cast("Any", list(map(list, column[part]))) for column in (self.forms.shapes, self.forms.strides)
+        )
+        self._guards[start] = TensorGuards(*block, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         return True
 
     def _read_forms(self, tensors: list[Any]) -> None:

@@ -1,17 +1,9 @@
-"""What kernels are tested with: each backend, and each way to read tensors."""
+"""What kernels are tested with: each backend."""
 
 import pytest
 import torch
 
-from megascale.kernels.tensors import list_reader
 from tests.unit.kernels.memory_cases import BACKENDS
-
-
-@pytest.fixture(params=["guards", pytest.param("columns", marks=pytest.mark.slow)])
-def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forms compared by torch's guards, and, as in a torch that has none, part by part."""
-    if request.param == "columns":
-        monkeypatch.setattr(list_reader, "TensorGuards", None)
 
 
 @pytest.fixture(params=BACKENDS)

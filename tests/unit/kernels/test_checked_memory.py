@@ -12,8 +12,6 @@ from megascale.errors import GradientError, UsageError
 from tests.training import bits_equal
 from tests.unit.kernels.memory_cases import BACKENDS, MAKERS, SHAPES, Training, go_on, same_training
 
-pytestmark = pytest.mark.usefixtures("reader")
-
 # What moves
 
 
@@ -50,7 +48,7 @@ MOVES = {f.__name__.strip("_"): f for f in (_share, _pickle, _set, _data, _grow,
 MOVED = [*product(["model"], MOVES), *product(["state", "main"], ["share", "pickle"])]
 
 
-@pytest.mark.default("guards-main-share-native")
+@pytest.mark.default("main-share-native")
 @pytest.mark.parametrize("backend", ["native", *(b for b in BACKENDS[:2])])
 @pytest.mark.parametrize(("what", "move"), MOVED)
 def test_what_moved_is_followed(what: str, move: str, backend: str) -> None:
@@ -134,9 +132,7 @@ BROKEN: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
 }
 
 
-@pytest.mark.default(
-    "guards-kept-smaller-dtype0", "guards-made_anew-fp64-dtype2", "guards-kept-larger-dtype1", "guards-kept-bits-dtype2"
-)
+@pytest.mark.default("kept-smaller-dtype0", "made_anew-fp64-dtype2", "kept-larger-dtype1", "kept-bits-dtype2")
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("broken", BROKEN)
@@ -236,7 +232,7 @@ MENDED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.default("guards-native-transposed", "guards-reference-fp64")
+@pytest.mark.default("native-transposed", "reference-fp64")
 @pytest.mark.parametrize("odd", MENDED)
 def test_state_is_read_as_torch_reads_it(odd: str, backend: str) -> None:
     """Another dtype, or gaps between elements: values are torch's."""
@@ -271,10 +267,10 @@ ODD_GRADS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.default(
-    "guards-backwards-sgd_momentum-dtype12-reference",
-    "guards-with_gaps-adamw-dtype3-triton",
-    "guards-a_parameter-sgd_momentum-dtype13-torch",
-    "guards-with_gaps-adamw-dtype2-native",
+    "backwards-sgd_momentum-dtype12-reference",
+    "with_gaps-adamw-dtype3-triton",
+    "a_parameter-sgd_momentum-dtype13-torch",
+    "with_gaps-adamw-dtype2-native",
 )
 @pytest.mark.parametrize(
     ("make", "dtype", "backend"),
@@ -328,7 +324,7 @@ BAD_GRADS: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
 }
 
 
-@pytest.mark.default("guards-freed_view", "guards-freed", "guards-larger", "guards-complex")
+@pytest.mark.default("freed_view", "freed", "larger", "complex")
 @pytest.mark.native
 @pytest.mark.parametrize("bad", BAD_GRADS)
 def test_gradient_that_cannot_be_read_is_refused(bad: str) -> None:

@@ -23,7 +23,6 @@ def test_a_reader_lets_go_of_gradients() -> None:
     assert all(reference() is None for reference in gone)
 
 
-@pytest.mark.usefixtures("reader")
 def test_gradients_that_no_longer_fit_are_found() -> None:
     """A gradient that becomes one of another kind, or of other memory, is looked at again; one that stays is not."""
     grads, reader = [torch.ones(3) for _ in range(5)], ListReader()
@@ -47,7 +46,6 @@ def test_gradients_that_no_longer_fit_are_found() -> None:
 
 
 @pytest.mark.parametrize("odd", [False, True])
-@pytest.mark.usefixtures("reader")
 def test_own_writes_are_not_taken_for_those_of_others(odd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a step, landed or skipped, nothing is to be followed; a write of another's is, once.
 
