@@ -26,9 +26,6 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megascale.errors import ArgumentError
-from megascale.utils import validate
-
 DEFAULT_ALIGNMENT = 64
 """Elements: 128 bytes of a 16-bit type, 256 of fp32. Parameters and shards start at multiples of it."""
 DEFAULT_BUCKET_NUMEL = 40_000_000
@@ -121,20 +118,9 @@ def build_buckets(
         bucket_numel: a bucket is closed when it reaches this number of elements, alignment included; a larger parameter
             has its own.
         alignment: elements; parameters start, and shards start and end, at multiples of it.
-
-    Raises:
-        ArgumentError: for a repeated name, a negative size, or an argument that is not a positive integer.
     """
-    validate.integer("num_shards", num_shards, minimum=1)
-    validate.integer("bucket_numel", bucket_numel, minimum=1)
-    validate.integer("alignment", alignment, minimum=1)
     by_kind: dict[Hashable, list[ParamSize]] = {}
-    seen: set[str] = set()
     for param in params:
-        validate.integer(f"numel of {param.name!r}", param.numel, minimum=0)
-        if param.name in seen:
-            raise ArgumentError(f"two parameters are called {param.name!r}")
-        seen.add(param.name)
         by_kind.setdefault(param.kind, []).append(param)
     buckets: list[Bucket] = []
     for sizes in by_kind.values():

@@ -2,11 +2,9 @@
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.errors import ArgumentError
 from megascale.grad_sync.layout import ParamSize, build_buckets
 
 SIZES = st.lists(st.tuples(st.integers(0, 90), st.sampled_from(["half", "full", "expert"])), max_size=25)
@@ -71,19 +69,3 @@ def test_large_parameter_has_a_bucket_of_its_own() -> None:
         params = [ParamSize("small", 4), ParamSize("large", numel), ParamSize("late", 4)]
         names = [[p.name for p in b.placements] for b in build_buckets(params, 4, bucket_numel=50, alignment=1)]
         assert names == expected
-
-
-REFUSED = [
-    ([ParamSize("a", 1), ParamSize("a", 2)], {}, "two parameters are called 'a'"),
-    ([ParamSize("a", -1)], {}, "numel of 'a' must be 0 or more, got -1"),
-    ([], {"num_shards": 0}, "num_shards must be 1 or more, got 0"),
-    ([], {"bucket_numel": 1.5}, "bucket_numel must be an integer, got 1.5"),
-    ([], {"alignment": True}, "alignment must be an integer, got True"),
-]
-
-
-@pytest.mark.parametrize(("params", "options", "message"), REFUSED)
-def test_bad_sizes_are_refused(params: list[ParamSize], options: dict[str, int], message: str) -> None:
-    """Every argument is checked by name."""
-    with pytest.raises(ArgumentError, match=message):
-        build_buckets(params, **({"num_shards": 2} | options))
