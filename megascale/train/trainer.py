@@ -25,7 +25,7 @@ from megascale.train.config import FREE_ON_RESUME, TrainConfig, as_dict, flat
 from megascale.train.run_log import RunLog, keep_overflows_before
 from megascale.train.runtime import Runtime
 from megascale.train.tasks import Batch
-from megascale.utils.collectives import all_reduce_sum_, broadcast_object
+from megascale.utils.collectives import all_gather_object, all_reduce_sum_
 
 
 @dataclass
@@ -201,7 +201,7 @@ class Trainer:
             self.progress.step,
             self.model,
             self.optimizer,
-            user_state=broadcast_object(state, self.runtime.group),
+            user_state=all_gather_object(state, self.runtime.group)[0],
             rank_state={"rng": torch.get_rng_state()},
         )
 

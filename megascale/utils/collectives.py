@@ -257,15 +257,6 @@ def all_gather_object(value: T, group: ProcessGroup | None) -> list[T]:
     return gathered
 
 
-def broadcast_object(value: T, group: ProcessGroup | None) -> T:
-    """Return the ``value`` of the group's first rank."""
-    if group_size(group) == 1 or group is None:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=host_group(group))
-    return box[0]
-
-
 def host_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return the group over which objects travel between the ranks of ``group``, in host memory.
 
