@@ -46,8 +46,7 @@ def known_values(vector: Tensor, view: HostView, *, late: bool) -> list[float] |
     ``late``: they do not. Then they are those of the call before, whose copy ``view`` carries; None at the first call.
     """
     if not late:
-        known: list[float] = vector.tolist()
-        return known
+        return list(vector.tolist())
     before = view.push_vector(list(map(str, range(len(vector)))), vector)
     return None if before is None else list(before.values())
 

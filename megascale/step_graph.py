@@ -69,12 +69,9 @@ class StepGraph:
         device = optimizer.device
         optimizer.recipe.discard_prepared()  # of prepare_grads(): the graph holds a whole step
         self._module = torch.get_device_module(device)
-        self._rates: list[Tensor] = []
-        for group in optimizer.param_groups:  # an fp64 tensor of its own on the device, as kernels read it
-            rate = torch.empty((), dtype=torch.float64, device=device)
-            _write_rate(rate, group["lr"])
-            group["lr"] = rate
-            self._rates.append(rate)
+        # An fp64 tensor of its own on the device for each group, as kernels read it.
+        self._rates = [torch.empty((), dtype=torch.float64, device=device) for _ in optimizer.param_groups]
+        self._place_rates()
         with torch.accelerator.device_index(device.index):  # streams and graphs are those of the current device
             self._capture(device, warmup)
 
@@ -107,10 +104,7 @@ class StepGraph:
                 a program has moved, and for a setting that has changed.
             MainParamOverflowError: one step late, as :meth:`MixedPrecisionOptimizer.step` raises it.
         """
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
-            if group["lr"] is not rate:  # set since as a number, or as another tensor: the graph reads this one
-                _write_rate(rate, group["lr"])
-                group["lr"] = rate
+        self._place_rates()
         have_moved = self._grad_pointers() != self._grads
         self._optimizer.recipe.before_replay(self._captured, all_of_it=have_moved)
         if have_moved:
@@ -120,6 +114,17 @@ class StepGraph:
         self._graph.replay()
         self._optimizer.recipe.after_replay(self._captured)
         return self._result
+
+    def _place_rates(self) -> None:
+        """Write learning rates, with all their bits, where the graph reads them. The host does not wait."""
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
+            lr = group["lr"]
+            if lr is not rate:  # set since as a number, or as another tensor
+                if isinstance(lr, Tensor):
+                    rate.copy_(to_device_async(lr.detach(), rate.device), non_blocking=True)
+                else:
+                    rate.fill_(lr)
+                group["lr"] = rate
 
     def _run_forward_backward(self) -> Any:
         if self._forward_backward is None:
@@ -148,11 +153,3 @@ def check_capturable(optimizer: Any) -> None:
         reason = "another capture is under way"
     if reason is not None:
         raise UsageError(f"the step cannot be captured into a graph: {reason}")
-
-
-def _write_rate(rate: Tensor, value: float | Tensor) -> None:
-    """Write a learning rate, with all its bits, where a graph reads it. The host does not wait."""
-    if isinstance(value, Tensor):
-        rate.copy_(to_device_async(value.detach(), rate.device), non_blocking=True)
-    else:
-        rate.fill_(value)

@@ -82,9 +82,9 @@ class GradSync:
     """The class name of the object that the user made, for messages."""
     is_sharded = False
     """Whether only this rank's shard of every bucket is reduced."""
-    has_taken: bool
+    has_taken = False
     """Whether it has ever taken a gradient of this rank."""
-    in_step_graph: bool
+    in_step_graph = False
     """Whether a StepGraph has rehearsed the step: a captured backward is followed by the step in the same graph."""
 
     def __init__(
@@ -124,7 +124,6 @@ class GradSync:
         self._finished = False
         self._is_away = self._pinned = False
         self._ddp_is_absent = False
-        self.has_taken = self.in_step_graph = False
         refuse_while_there(self)
         self.add(named_parameters)
         if not self.buckets and not self.is_sharded:
