@@ -28,6 +28,15 @@ from megascale.utils.calls import methods_outside_of_graphs
 from megascale.utils.transfer import to_device_async
 
 _TAKE_SCALERS: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+
+
+def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its ``step()`` takes the scaler: torch's older contract. A look takes as long as some launches."""
+    if optimizer not in _TAKE_SCALERS:
+        _TAKE_SCALERS[optimizer] = "grad_scaler" in inspect.signature(optimizer.step).parameters
+    return _TAKE_SCALERS[optimizer]
+
+
 """Whether an optimizer's ``step()`` takes a ``grad_scaler``."""
 
 
@@ -332,9 +341,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
         """Call a ``step()`` that unscales and skips by itself, given two attributes or this scaler."""
-        if optimizer not in _TAKE_SCALERS:  # a look takes as long as some launches
-            _TAKE_SCALERS[optimizer] = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        if _TAKE_SCALERS[optimizer]:
+        if takes_scaler(optimizer):
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         scale, _ = self._check_scale_growth_tracker("step")
         if not state["found_inf_per_device"]:

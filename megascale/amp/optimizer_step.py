@@ -1,6 +1,5 @@
 """optimizer_step: all calls that end an iteration in one, in the right order and in fewer passes."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch.amp.grad_scaler import OptState
 
 from megascale.amp import fused_adam
 from megascale.amp.codes import require_no_codes
-from megascale.amp.grad_scaler import GradScaler
+from megascale.amp.grad_scaler import GradScaler, takes_scaler
 from megascale.amp.local_grads import LocalGrads
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError, sparse_gradient
@@ -112,7 +111,8 @@ def _step_in_few_passes(
         left_to_do = inv_scale * clip
         for found_inf in scaler._found_inf_per_device(optimizer).values():
             found_inf.masked_fill_(sum_squares > LARGEST_SUM_SQUARES, 1.0)
-    divides = _divides_by_itself(optimizer)
+    # By the attribute grad_scale, as torch's fused optimizers do.
+    divides = getattr(optimizer, "_step_supports_amp_scaling", False) and not takes_scaler(optimizer)
     if not divides:
         scaler._unscale(optimizer, None if clip is None else clip.float(), grads)
         left_to_do = torch.ones_like(inv_scale)
@@ -166,14 +166,6 @@ def _result(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm
 
 def _with_grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-
-
-def _divides_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its ``step()`` divides gradients by the attribute ``grad_scale``, as torch's fused ones do."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    # Under the older contract step() takes the scaler.
-    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
 # Checks
