@@ -32,7 +32,9 @@ def raise_on_all_ranks(doing: str, group: ProcessGroup | None) -> Iterator[list[
         raise
     except Exception as lost:
         # The group itself failed: a rank has died, or has left the training loop.
-        raise CheckpointError(f"cannot {doing}: lost contact with another rank: {lost}") from (error or lost)
+        raise CheckpointError(
+            f"cannot {doing}: lost contact with another rank, or one did not make this call: {lost}"
+        ) from (error or lost)
 
 
 def gathered(doing: str, make: Callable[[], T], group: ProcessGroup | None) -> list[T]:

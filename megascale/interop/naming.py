@@ -14,8 +14,8 @@ from megascale.utils.dtypes import HALF_DTYPES
 
 BUFFERS = ("running_mean", "running_var")
 REMEDY = (
-    "give the names in the order of the optimizer's parameters: --model-names FILE, a JSON list (of lists, one for "
-    "each param group) of [name for name, _ in model.named_parameters()]"
+    "give the names in the order of the optimizer's parameters: --model-names FILE, a JSON list; with one param "
+    "group [name for name, _ in model.named_parameters()], with more a list of such a list for each"
 )
 
 

@@ -185,7 +185,10 @@ class OverflowReport:
         """What is known of the loss, as the end of a sentence; empty if that is nothing."""
         if not self._blames_loss:
             return "the loss was finite" if self.loss_was_finite else ""
-        search = "" if self.module is not None else "; megascale.debug.watch(model) names the module"
+        watched = (
+            "megascale.debug.watch(model) names the module, last_overflow(gather=True) on every rank also another's"
+        )
+        search = "" if self.module is not None else f"; {watched}"
         if not self.losses:
             return f"all of them hold NaN, so the loss itself was probably inf or NaN{search}"
         more = f" (and {len(self.losses) - 1} more)" if len(self.losses) > 1 else ""
