@@ -10,6 +10,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
@@ -22,13 +23,17 @@ from megascale import (
     Lion,
     MixedPrecisionOptimizer,
     OptimizerConfig,
+    StepGraph,
+    amp,
     build_optimizer,
+    cast_model,
 )
-from megascale.debug import UnderflowMeter
+from megascale.debug import UnderflowMeter, report_overflows
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, StateDictError, UsageError
 from megascale.grad_sync import GradSync
+from megascale.metrics import StepMetrics
 from megascale.schedules import LandedLRScheduler
-from tests.training import INNER, Sign, constant, model, snapshot
+from tests.training import INNER, Sign, Tiny, constant, model, snapshot
 
 
 class Refusal(NamedTuple):
@@ -434,23 +439,16 @@ def _part(name: str, scaler: Any = ONE, param: nn.Parameter | None = None, **fie
     return MixedPrecisionOptimizer(torch.optim.SGD(named, lr=0.1), OptimizerConfig(fp16=True, **fields), scaler)
 
 
-def _chain_of_a_bare_one() -> None:
-    ChainedOptimizer([FP32()])  # type: ignore[list-item]
-
-
-def _loads_what_no_part_has() -> None:
-    chain = ChainedOptimizer([_part("a")])
-    packed = chain.state_dict()
-    packed["main_params"]["c"] = torch.ones(3)
-    chain.load_state_dict(packed)
-
-
 HALF = nn.Parameter(torch.ones(3).half())
 CHAINS = [
     Refusal(f"a chain: {words}", call, error, words)
     for call, error, words in (
         (lambda: ChainedOptimizer([]), ArgumentError, "optimizers is empty"),
-        (_chain_of_a_bare_one, ArgumentTypeError, "optimizers[0] must be a MixedPrecisionOptimizer"),
+        (
+            lambda: ChainedOptimizer([FP32()]),  # type: ignore[list-item]
+            ArgumentTypeError,
+            "optimizers[0] must be a MixedPrecisionOptimizer",
+        ),
         (
             lambda: ChainedOptimizer([_part("a"), _part("b", ConstantGradScaler(1.0))]),
             ArgumentError,
@@ -463,7 +461,6 @@ CHAINS = [
             "hold the same parameter",
         ),
         (lambda: ChainedOptimizer([_part("a"), _part("a")]), ArgumentError, "a parameter called 'a'"),
-        (_loads_what_no_part_has, StateDictError, "parameters that no optimizer has: 'c'"),
         (
             lambda: ChainedOptimizer([_part("a")]).add_param_group({"params": [HALF]}),
             UsageError,
@@ -520,8 +517,108 @@ ZERO1 = [
     )
 ]
 
+CAST = Tiny()
+CASTS = [
+    Refusal(
+        f"cast_model: {words}", partial(cast_model, *arguments), error, words, kept=lambda: str([*CAST.parameters()])
+    )
+    for arguments, error, words in (
+        ((CAST, torch.float64), ArgumentError, "dtype must be torch.float16 or torch.bfloat16, got torch.float64"),
+        ((3, torch.float16), ArgumentTypeError, "model must be a torch.nn.Module, got int"),
+        (
+            (CAST, torch.float16, "nrom"),
+            ArgumentError,
+            "no module or parameter of the model; did you mean 'norm'?",
+        ),
+        ((CAST, torch.float16, nn.Linear(1, 1)), ArgumentError, "the given Linear is no module of the model"),
+        (
+            (CAST, torch.float16, [3]),
+            ArgumentTypeError,
+            "keep must hold name patterns, types of modules or modules, got 3",
+        ),
+    )
+]
+
+
+def _sharing() -> torch.optim.Optimizer:
+    memory = torch.zeros(12).half()
+    return torch.optim.SGD([nn.Parameter(memory[:8]), nn.Parameter(memory[7:])])
+
+
+def _scaled() -> amp.GradScaler:
+    """Return a scaler that has scaled a loss."""
+    scaler = amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+WRONG: Any = FP32()
+NO_BOOLS: Any = (1, None, "yes", np.bool_(True))
+MADE: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (_wraps(_sharing, None, ONE), UsageError, "parameters '0' and '1' share memory"),
+    *(
+        (partial(scaler.update, value), ArgumentTypeError, "found_inf must be a bool or a tensor")
+        for scaler in (USED, ONE)
+        for value in NO_BOOLS
+    ),
+    (
+        partial(USED.update, torch.zeros(2)),
+        ArgumentError,
+        "found_inf must have one element, got shape (2,)",
+    ),
+    (lambda: _scaled().step(_part("w")), ArgumentTypeError, "scale_loss"),
+    (lambda: _scaled().unscale_(_part("w")), ArgumentTypeError, "scale_loss"),
+    (lambda: _stepped().clip_grad_value_(1.0), UsageError, "prepare_grads() first"),
+    (lambda: _stepped().clip_grad_value_(0), ArgumentError, "max_value must be above 0, got 0"),
+    (lambda: setattr(_stepped(), "clip_grad", -1), ArgumentError, "clip_grad must be 0 or more, got -1"),
+    (
+        lambda: _stepped().clip_grad_norm_(model().parameters(), 1.0),  # type: ignore[arg-type]
+        ArgumentTypeError,
+        "max_norm must be a number, got generator",
+    ),
+    (
+        lambda: _stepped().clip_grad_norm_(model().parameters(), 1.0),  # type: ignore[arg-type]
+        ArgumentTypeError,
+        "clip_grad_norm_(1.0)",
+    ),
+    (lambda: _stepped().clip_grad_norm_(1.0, norm_type=math.inf), ArgumentError, "norm_type must be 2"),
+    (lambda: _stepped().clip_grad_norm_(0), ArgumentError, "max_norm must be above 0, got 0"),
+    (
+        lambda: [one.clip_grad_norm_(1.0) for one in [_stepped()] for _ in range(2)],
+        UsageError,
+        "prepare_grads() has measured these gradients already",
+    ),
+    (lambda: StepGraph(WRONG, print), ArgumentTypeError, "optimizer must be a MixedPrecisionOptimizer"),
+    (lambda: StepGraph(WRONG, print), ArgumentTypeError, "got SGD"),
+    (lambda: StepGraph(_stepped(), print, warmup=0), ArgumentError, "warmup must be"),
+    (lambda: report_overflows(_stepped(), path="/"), ArgumentError, "cannot be written"),
+    (lambda: report_overflows(WRONG), ArgumentTypeError, "optimizer must be"),
+    (lambda: report_overflows(amp.GradScaler("cpu")), ArgumentError, "model is None"),
+    (
+        lambda: [report_overflows(one) for one in [_stepped()] for _ in range(2)],
+        UsageError,
+        "reports on this optimizer already",
+    ),
+    (lambda: UnderflowMeter(WRONG), ArgumentTypeError, "optimizer must be"),
+    (lambda: UnderflowMeter(_stepped(), every=0), ArgumentError, "every must be"),
+    (lambda: StepMetrics(None).record(loss=torch.ones(2)), ArgumentError, "loss must be a number "),
+    (lambda: StepMetrics(None).record(loss=torch.ones(2)), ArgumentError, "got shape (2,); pass its mean"),
+    (
+        lambda: StepMetrics(None).record(loss="1"),  # type: ignore[arg-type]
+        ArgumentError,
+        "loss must be a number or a tensor of one element, got str",
+    ),
+    (lambda: StepMetrics(_stepped()).record(grad_norm=1.0), ArgumentError, "grad_norm is recorded already"),
+    (
+        lambda: StepMetrics(WRONG),
+        ArgumentTypeError,
+        "optimizer must be one of megascale's, or None, got SGD",
+    ),
+]
+CALLS = [Refusal(f"{index}: {words}", call, error, words) for index, (call, error, words) in enumerate(MADE)]
+
 ARGUMENTS = [
-    *(*SCALERS, *STATES, *CONFIGS, *BUILT, *LIONS, *WRAPPED, *SYNCS, *DIVISORS, *ZERO1, *CHAINS),
+    *(*SCALERS, *STATES, *CONFIGS, *BUILT, *LIONS, *WRAPPED, *SYNCS, *DIVISORS, *ZERO1, *CHAINS, *CASTS, *CALLS),
     _sparse(),
     *_schedules(),
 ]

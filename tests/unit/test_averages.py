@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -337,43 +336,58 @@ def test_torch_optimizer() -> None:
         averages.update_parameters()
 
 
-def test_misuse() -> None:
+Mistake = Callable[[Normed, MixedPrecisionOptimizer, AveragedMainParams], object]
+BUILD: Callable[..., AveragedMainParams] = AveragedMainParams
+
+
+def _loads(**changes: Any) -> Mistake:
+    return lambda module, optimizer, averages: averages.load_state_dict(averages.state_dict() | changes)
+
+
+def _with_another_bias(module: Normed, optimizer: MixedPrecisionOptimizer, averages: AveragedMainParams) -> None:
+    state = averages.state_dict()
+    averages.load_state_dict(state | {"averages": state["averages"] | {"first.bias": torch.zeros(5)}})
+
+
+def _with_a_buffer_of_another_shape(module: Normed, optimizer: Any, averages: AveragedMainParams) -> None:
+    module.norm.running_mean = torch.zeros(3)
+    averages.update_parameters(success=True)
+
+
+MISTAKES: list[tuple[Mistake, type[Exception], str]] = [
+    (lambda m, o, _: BUILD(m, o, avg_fn=_custom, **RULES["ema_multi"]), ArgumentError, "give one"),
+    (lambda m, o, _: BUILD(o, m), ArgumentTypeError, "got MixedPrecisionOptimizer"),
+    (lambda m, o, _: BUILD(m, m), ArgumentTypeError, "got Normed"),
+    (lambda m, o, _: BUILD(m, INNER["sgd"](m)), ArgumentError, "wrap it in a MixedPrecisionOptimizer"),
+    (
+        lambda m, o, _: BUILD(nn.ModuleDict({"all": m, "extra": nn.Linear(1, 1)}), o),
+        ArgumentError,
+        r"does not train parameter 'extra\.weight'",
+    ),
+    (lambda m, o, averages: averages.update_parameters(), UsageError, "no step"),
+    (lambda m, o, averages: averages.update_parameters(_normed(), success=True), ArgumentError, "not the one"),
+    (lambda m, o, averages: averages.update_parameters(success=torch.zeros(())), ArgumentTypeError, "opposite"),
+    (lambda m, o, averages: averages.load_state_dict({}), StateDictError, "must hold 'averages'"),
+    (_loads(n_averaged=3), StateDictError, "n_averaged"),
+    (_loads(averages={}), StateDictError, "'averages' must be of .*, got nothing"),
+    (_loads(buffers=3), StateDictError, "'buffers' must be of"),
+    (_with_another_bias, StateDictError, r"shape \(6,\), got \(5,\)"),
+    (_with_a_buffer_of_another_shape, UsageError, r"'norm\.running_mean' has changed its shape"),
+    (
+        lambda m, o, averages: [m.frozen.requires_grad_(True), _step(o, m, 0, False), averages.update_parameters()],
+        UsageError,
+        "main params have been added",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), MISTAKES)
+def test_misuse(call: Mistake, error: type[Exception], words: str) -> None:
     """Every misuse has an error that names it and the way out; nothing changes."""
     module = _normed()
     optimizer = wrap(module)
-    build: Callable[..., AveragedMainParams] = AveragedMainParams
-    averages = build(module, optimizer)
+    averages = AveragedMainParams(module, optimizer)
     before = averages.state_dict()
-    two: dict[str, Any] = {"avg_fn": _custom, "multi_avg_fn": swa_utils.get_ema_multi_avg_fn()}
-    more = nn.ModuleDict({"all": module, "extra": nn.Linear(1, 1)})
-    mistakes: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: build(module, optimizer, **two), ArgumentError, "give one"),
-        (lambda: build(optimizer, module), ArgumentTypeError, "got MixedPrecisionOptimizer"),
-        (lambda: build(module, module), ArgumentTypeError, "got Normed"),
-        (lambda: build(module, INNER["sgd"](module)), ArgumentError, "wrap it in a MixedPrecisionOptimizer"),
-        (lambda: build(more, optimizer), ArgumentError, r"does not train parameter 'extra\.weight'"),
-        (averages.update_parameters, UsageError, "no step"),
-        (lambda: averages.update_parameters(_normed(), success=True), ArgumentError, "not the one"),
-        (lambda: averages.update_parameters(success=torch.zeros(())), ArgumentTypeError, "opposite"),
-    ]
-    bias = {"first.bias": torch.zeros(5)}
-    for broken, words in (
-        ({}, "must hold 'averages'"),
-        (before | {"n_averaged": 3}, "n_averaged"),
-        (before | {"averages": {}}, "'averages' must be of .*, got nothing"),
-        (before | {"buffers": 3}, "'buffers' must be of"),
-        (before | {"averages": before["averages"] | bias}, r"shape \(6,\), got \(5,\)"),
-    ):
-        mistakes.append((functools.partial(averages.load_state_dict, broken), StateDictError, words))
-    for call, error, words in mistakes:
-        with pytest.raises(error, match=words):
-            call()
-    module.norm.running_mean = torch.zeros(3)
-    with pytest.raises(UsageError, match=r"'norm\.running_mean' has changed its shape"):
-        averages.update_parameters(success=True)
-    module.norm.running_mean = torch.zeros(6)
+    with pytest.raises(error, match=words):
+        call(module, optimizer, averages)
     assert same_bits(averages.state_dict()["averages"], before["averages"])
-    module.frozen.requires_grad_(True)
-    _step(optimizer, module, 0, False)
-    with pytest.raises(UsageError, match="main params have been added"):
-        averages.update_parameters()

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -68,20 +67,6 @@ def test_pictures_are_what_the_programs_draw(
     assert text == drawn.read_text(), f"python benchmarks/{program}.py --draw {given} {drawn}"
     assert "href" not in text
     assert 'width="100%"' not in text  # no background
-
-
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "assets").glob("[!f]*.svg")), ids=lambda path: path.stem)
-def test_pictures_are_legible(picture: Path) -> None:
-    """Where a page shows a picture whole no line is thinner than a point, 4/3 of a pixel, and no letter below 11."""
-    root = ElementTree.parse(picture).getroot()
-    width = root.attrib["width"]
-    scale = float(width.removesuffix("pt")) * (4 / 3 if "pt" in width else 1) / float(root.attrib["viewBox"].split()[2])
-    for element in root.iter():
-        style = (part.partition(": ") for part in element.get("style", "").split("; "))
-        drawn = element.attrib | {name: value for name, _, value in style}
-        assert "stroke" not in drawn or float(drawn.get("stroke-width", 1)) * scale >= 1.333, drawn
-        size = drawn.get("font-size", drawn.get("font", "99")).partition("px")[0]
-        assert float(size) * scale >= 11, drawn
 
 
 @pytest.mark.slow

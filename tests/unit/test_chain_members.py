@@ -44,7 +44,9 @@ def test_reload_reaches_every_member() -> None:
 
 
 def test_skips_are_counted_once() -> None:
-    """A step that all members skip together counts as one, and a landed one as none."""
+    """A step that all members skip together, whichever has the overflow, changes no main param and counts as one, and a
+    landed one as none.
+    """
     params, chain = _chain()
     counts = []
     for poison in (0.0, math.inf, 0.0, math.nan, math.nan):
@@ -52,7 +54,9 @@ def test_skips_are_counted_once() -> None:
         for param in params:
             param.grad = torch.ones_like(param)
         params[1].grad = torch.full_like(params[1], 1.0 + poison)
-        chain.step()
+        before = _mains(chain)
+        assert bool(chain.step().success) == (poison == 0.0)
+        assert [bits_equal(*pair) for pair in zip(_mains(chain), before, strict=True)] == [poison != 0.0] * 3
         counts.append(int(chain.num_skipped_steps))
     assert counts == [0, 1, 1, 2, 3]
     assert [int(member.num_skipped_steps) for member in chain.optimizers] == [3, 3, 3]

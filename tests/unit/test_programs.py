@@ -19,7 +19,7 @@ from megascale.cli import main as tools
 from megascale.train.__main__ import main as train
 from megascale.train.config import load_config
 from tests.checkpoint_cases import build
-from tests.unit.interop.checkpoints import SCALER
+from tests.unit.interop.checkpoints import SCALER, torch_checkpoint
 
 PROGRAMS = [
     ["megascale"],
@@ -80,8 +80,6 @@ def test_one_command_has_them_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert "seeds must be different integers" in capsys.readouterr().err
     assert tools(["experiment", "--help"]) == 0
     assert "`" not in capsys.readouterr().out
-    assert tools(["checkpoint", "nowhere"]) == 1
-    assert capsys.readouterr().err == "error: no checkpoint at nowhere: the folder does not exist\n"
 
 
 def test_a_command_in_a_process_of_its_own() -> None:
@@ -162,6 +160,13 @@ def test_missing_extra_is_named_with_its_pip_command(
         (tools, ["convert", "{two}", "{new}", "--index", "-1"], 2, "argument --index: must be an integer, 0 or more"),
         (tools, ["convert", "{two}", "{new}", "--index", "1"], 1, "--lenient takes the nearest state\n"),
         (tools, ["convert", "{two}", "{new}", "--model-names", "{empty}"], 1, "--model-names {empty} cannot be read"),
+        (tools, ["convert", "{last}"], 2, "the following arguments are required: destination\n"),
+        (tools, ["convert", "{nowhere}", "{new}"], 1, "does not exist"),
+        (tools, ["convert", "{last}", "{there}"], 1, "exists already"),
+        (tools, ["convert", "{last}", "{nowhere}/new"], 1, "there is no folder"),
+        (tools, ["convert", "{last}", "{new}", "--format", "accelerate"], 1, "neither a loss scaler's nor"),
+        (tools, ["convert", "{empty}", "{new}"], 1, "no checkpoint of megatron"),
+        (tools, ["convert", "{last}", "{new}", "--model-names", "{there}"], 1, "1 parameter names"),
         (train, ["steps"], 2, "megascale.train: argument 'steps' is not of the form key=value"),
         (train, [*TINY, "output_dir={there}"], 2, "output_dir={there} cannot be written"),
         (train, [*TINY, "text.context=100000000"], 2, "text.context=100000000 is longer than the held-out text"),
@@ -170,12 +175,13 @@ def test_missing_extra_is_named_with_its_pip_command(
 def test_refusals_name_what_the_user_typed(
     main: Any, arguments: list[str], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line, the flag or key as typed, and a status: 1 refused, 2 wrong usage."""
-    names = {name: tmp_path / name for name in ("saved", "there", "empty", "two", "new")}
+    """One line, the flag or key as typed, and a status: 1 refused, 2 wrong usage; nothing is written or overwritten."""
+    names = {name: tmp_path / name for name in ("saved", "there", "empty", "two", "last", "nowhere", "new")}
     megascale.checkpoint.save(names["saved"], 3, *build(0))
     names["there"].write_text("mine")
     names["empty"].mkdir()
     torch.save({"a": SCALER, "b": SCALER | {"_growth_tracker": 12}}, names["two"])
+    torch.save(torch_checkpoint(), names["last"])
     try:
         ended = main([argument.format(**names) for argument in arguments])
     except SystemExit as caught:
@@ -184,6 +190,9 @@ def test_refusals_name_what_the_user_typed(
     shown = capsys.readouterr().err
     assert said.format(**names) in shown
     assert "Traceback" not in shown
+    assert status == 2 or (shown.startswith("error: ") and shown.count("\n") == 1)
+    assert [name for name, path in names.items() if not path.exists()] == ["nowhere", "new"]
+    assert names["there"].read_text() == "mine"
 
 
 def test_a_checkpoint_of_another_program_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -376,8 +376,3 @@ def _told(call: Callable[[], Any]) -> tuple[type[Exception], str] | None:
     except Exception as error:
         return type(error), str(error)
     return None
-
-
-def test_mistakes_have_names_of_their_own() -> None:
-    """A test that fails names one row."""
-    assert len({row.mistake for row in ROWS}) == len(ROWS)

@@ -1,6 +1,6 @@
 """autocast and the half dtype: no argument is needed, torch's are taken, a decorator follows a later choice."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -125,37 +125,31 @@ def test_compiled_functions_follow_the_choice(decorated: bool) -> None:
         assert compiled(INPUT).dtype == dtype
 
 
-def test_cbfloat16_is_refused_with_the_reason() -> None:
-    """Cerebras's own format has no torch dtype: the error says so, and what to choose; the choice stays."""
-    set_half_dtype("float16")
-    with pytest.raises(
-        ArgumentError, match=r"'cbfloat16' is a format of Cerebras hardware.*no dtype; choose 'bfloat16'"
-    ):
-        set_half_dtype("cbfloat16")
-    with pytest.raises(ArgumentError, match="Cerebras hardware"):
-        autocast(dtype="cbfloat16")
-    assert get_half_dtype() == torch.float16
+OTHERS = r"half dtype must be 'float16', 'bfloat16', .*, got "
+CEREBRAS = r"'cbfloat16' is a format of Cerebras hardware.*no dtype; choose 'bfloat16'"
+FIRST = r"device_type must be a string such as 'cuda', got torch.bfloat16; or dtype="
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"), [("half", ArgumentError), (torch.float32, ArgumentError), (16, ArgumentTypeError)]
+    ("call", "kind", "message"),
+    [
+        (lambda: set_half_dtype("cbfloat16"), ArgumentError, CEREBRAS),
+        (lambda: autocast(dtype="cbfloat16"), ArgumentError, CEREBRAS),
+        (lambda: set_half_dtype("half"), ArgumentError, OTHERS),
+        (lambda: set_half_dtype(torch.float32), ArgumentError, OTHERS),
+        (lambda: set_half_dtype(16), ArgumentTypeError, OTHERS),  # type: ignore[arg-type]
+        (lambda: autocast(torch.bfloat16), ArgumentTypeError, FIRST),  # type: ignore[arg-type]
+        (lambda: autocast()(3), ArgumentTypeError, "needs a callable, got 3"),  # type: ignore[arg-type]
+    ],
 )
-def test_other_dtypes_are_refused(value: Any, kind: type[Exception]) -> None:
-    """What is no half dtype is named in the error, and the choice stays."""
-    with pytest.raises(kind, match=r"half dtype must be 'float16', 'bfloat16', .*, got "):
-        set_half_dtype(value)
-    assert get_half_dtype() == torch.bfloat16
-
-
-def test_arguments_in_the_wrong_place_are_refused() -> None:
-    """Cerebras's autocast takes the dtype first, torch's the device: the error shows the way."""
-    wrong: Any = torch.bfloat16
-    with pytest.raises(
-        ArgumentTypeError, match=r"device_type must be a string such as 'cuda', got torch.bfloat16; or dtype="
-    ):
-        autocast(wrong)
-    with pytest.raises(ArgumentTypeError, match="needs a callable, got 3"):
-        autocast()(3)  # type: ignore[arg-type]
+def test_what_is_no_half_dtype_is_refused(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    """Cerebras's own format has no torch dtype, and its autocast takes the dtype first: the error says what to choose,
+    and where. The choice stays.
+    """
+    set_half_dtype("float16")
+    with pytest.raises(kind, match=message):
+        call()
+    assert get_half_dtype() == torch.float16
 
 
 def test_an_accelerator_that_is_not_here_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

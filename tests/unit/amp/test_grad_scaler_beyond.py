@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from megascale import ConstantGradScaler, DynamicGradScaler, MixedPrecisionOptimizer
+from megascale import DynamicGradScaler
 from megascale.amp import GradScaler
 from megascale.amp.local_grads import LocalGrads
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
@@ -328,23 +328,14 @@ def test_new_scale_within_limits() -> None:
         ({"backoff_factor": 0.0}, AssertionError, "backoff_factor"),
         ({"growth_interval": 1.5}, ArgumentTypeError, "growth_interval"),
         ({"process_group": "world"}, ArgumentTypeError, "process_group must be a ProcessGroup"),
+        ({"max_consecutive_skips": 0}, ArgumentError, "max_consecutive_skips must be 1 or more, got 0"),
+        ({"max_overflows_at_min_scale": 0}, ArgumentError, "max_overflows_at_min_scale must be 1 or more, got 0"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception], message: str) -> None:
     """Every argument is checked by name when the scaler is made."""
     with pytest.raises(error, match=message):
         GradScaler("cpu", **options)
-
-
-def test_optimizers_with_a_scaler_of_their_own_are_refused() -> None:
-    """A MixedPrecisionOptimizer would unscale a second time; the error says what to call instead."""
-    inner = torch.optim.SGD([_param(torch.ones(2).half())], lr=0.1)
-    optimizer = MixedPrecisionOptimizer(inner, grad_scaler=ConstantGradScaler(4.0))
-    scaler = GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    for call in (scaler.step, scaler.unscale_):
-        with pytest.raises(ArgumentTypeError, match="scale_loss"):
-            call(optimizer)
 
 
 def test_a_closure_in_first_place_is_refused() -> None:

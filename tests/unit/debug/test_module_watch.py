@@ -96,15 +96,6 @@ class _Spoils(nn.Module):
         return x.where(torch.arange(len(x)) != 1, torch.inf)
 
 
-def test_the_first_of_several_is_kept() -> None:
-    """One element is enough, from the very first event on, and later events do not take its place."""
-    module = nn.Sequential(_Spoils(), _Spoils(), nn.Identity())
-    seen = watch(module)
-    module(torch.ones(4))
-    first = _first(seen.first)
-    assert first.module == "0"
-
-
 def test_first_gradient_that_overflows() -> None:
     """Backward runs from the last module to the first: the gradient of an output is made by what follows it."""
     model = _model(backward=True)

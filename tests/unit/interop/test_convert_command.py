@@ -30,30 +30,6 @@ def test_the_program_converts_and_says_what_it_did(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_status_and_message_of_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1 and one line for what is refused, 2 for wrong usage; nothing is written or overwritten."""
-    torch.save(torch_checkpoint(), tmp_path / "last.pt")
-    (tmp_path / "there.pt").write_text("mine")
-    for arguments, message in (
-        ([tmp_path / "nowhere.pt", tmp_path / "out.pt"], "does not exist"),
-        ([tmp_path / "last.pt", tmp_path / "there.pt"], "exists already"),
-        ([tmp_path / "last.pt", tmp_path / "no" / "out.pt"], "there is no folder"),
-        ([tmp_path / "last.pt", tmp_path / "out.pt", "--format", "accelerate"], "neither a loss scaler's nor"),
-        ([tmp_path, tmp_path / "out.pt"], "no checkpoint of megatron"),
-        ([tmp_path / "last.pt", tmp_path / "out.pt", "--model-names", tmp_path / "there.pt"], "1 parameter names"),
-    ):
-        assert main(["convert", *map(str, arguments)]) == 1
-        captured = capsys.readouterr()
-        assert captured.err.startswith("error: ")
-        assert captured.err.count("\n") == 1
-        assert message in captured.err
-    with pytest.raises(SystemExit) as caught:
-        main(["convert", str(tmp_path / "last.pt")])
-    assert caught.value.code == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "there.pt"]
-    assert (tmp_path / "there.pt").read_text() == "mine"
-
-
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--dry-run reports and writes no file."""
     torch.save(torch_checkpoint(), tmp_path / "last.pt")

@@ -1,18 +1,15 @@
 """Whoever saves what ``optimizer.state`` and ``param_groups`` hold, without knowing megascale: all of it loads."""
 
 import copy
-import importlib.util
 import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict as known
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from megascale import ChainedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
@@ -32,16 +29,6 @@ def _trained(
         optimizer.step()
     optimizer.zero_grad()
     return module, optimizer
-
-
-def _unknown() -> ModuleType:
-    """Return torch's functions in a module of another name, which nobody can know."""
-    spec = importlib.util.spec_from_file_location("somebodys_checkpoints", Path(str(known.__file__)))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _with_groups(optimizer: Optimizer, state: dict[int, Any]) -> dict[str, Any]:
@@ -170,25 +157,6 @@ def test_a_copy_of_a_chain_loads(read: Callable[[Optimizer, Path], dict[str, Any
     resumed.load_state_dict(read(chain, tmp_path))
     assert same_bits(snapshot(resumed, other), snapshot(chain, module))
     assert _shared(resumed) == _shared(chain)
-
-
-@pytest.mark.default("no state-True", "fp16-False", "bf16-False", "scaled fp32-True")
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("kind", ["fp16", "bf16", "scaled fp32", "no state"])
-def test_functions_of_another_module(kind: str, flat: bool) -> None:
-    """Torch's functions under somebody else's name: what they save they load, flattened or not; none is stepped."""
-    options = KINDS[kind]
-    module, optimizer = _trained(**options)
-    unknown = _unknown()
-    how = unknown.StateDictOptions(**vars(FLAT)) if flat else None
-    saved = unknown.get_optimizer_state_dict(module, optimizer, options=how)
-    other = model(options.get("dtype", torch.float16), seed=1)
-    scale = None if options.get("scale", 1) is None else 2.0**3
-    resumed = wrap(other, INNER[options.get("inner", "adamw_fused")], scale)
-    other.load_state_dict(module.state_dict())
-    unknown.set_optimizer_state_dict(other, resumed, saved, options=how)
-    assert same_bits(snapshot(resumed, other), snapshot(optimizer, module))
-    assert _shared(resumed) == _shared(optimizer)
 
 
 def test_a_copy_without_the_added_entries_is_a_torch_optimizers() -> None:

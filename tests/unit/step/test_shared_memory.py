@@ -96,14 +96,6 @@ def test_parameters_that_share_memory_are_refused(
     assert not bits_equal(training.params[0].detach(), before[0])
 
 
-def test_parameters_that_share_memory_are_not_wrapped() -> None:
-    """Found before main params are made."""
-    memory = torch.zeros(12).half()
-    params = [nn.Parameter(memory[:8]), nn.Parameter(memory[7:])]
-    with pytest.raises(UsageError, match="parameters '0' and '1' share memory"):
-        MixedPrecisionOptimizer(torch.optim.SGD(params, lr=0.1), None, ConstantGradScaler(4.0))
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_columns_of_one_matrix_are_parameters(backend: str) -> None:
     """Views that interleave share no element."""
