@@ -133,7 +133,7 @@ def test_help_has_every_field_with_its_default() -> None:
     tables = re.split(r"^Attributes: .*\n", text, flags=re.MULTILINE)[1:]
     assert len(tables) == 5
     rows = [
-        re.fullmatch(r"(\w+): (.+)\. Default: (.+)\.", " ".join(row.split()))
+        re.fullmatch(r"(\w+)(?: \(\w+\))?: (.+)\. Default: (.+)\.", " ".join(row.split()))
         for table in tables
         for row in re.split(r"\n(?=    \w)", table.split("\n\n")[0].rstrip())
     ]
