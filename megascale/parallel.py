@@ -28,8 +28,14 @@ REPLICATE_NAMES = ("dp_replicate", "replicate", "ddp")
 TENSOR_PARALLEL_NAMES = ("tp", "tensor_parallel", "tensor")
 
 
-UNSET: Any = ...
-"""Marks a field that was not given, which is not the same as None."""
+class _Unset:
+    """Marks a field that was not given, which is not the same as None."""
+
+    def __repr__(self) -> str:
+        return "unset"
+
+
+UNSET: Any = _Unset()
 
 
 @dataclass(frozen=True)

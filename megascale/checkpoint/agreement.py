@@ -33,7 +33,7 @@ def raise_on_all_ranks(doing: str, group: ProcessGroup | None) -> Iterator[list[
     except Exception as lost:
         # The group itself failed: a rank has died, or has left the training loop.
         raise CheckpointError(
-            f"cannot {doing}: lost contact with another rank, or one did not make this call: {lost}"
+            f"cannot {doing}: lost contact with another rank: {lost}; every rank makes this call"
         ) from (error or lost)
 
 
