@@ -22,12 +22,12 @@ def require_options(options: Mapping[str, Any], names: Collection[str]) -> None:
 
 
 def number(options: Mapping[str, Any], name: str) -> float:
-    """Return an option that is a finite number. Raises ArgumentError, naming it, for what is none."""
+    """Return an option that is a finite number. Raises ArgumentError or ArgumentTypeError, naming it, for another."""
     return validate.real(f"{name} of a param group", plain(options[name]))
 
 
 def pair(options: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """Return an option that is two finite numbers. Raises ArgumentError, naming it, for what is none."""
+    """Return an option that is two finite numbers. Raises as :func:`number` does."""
     value = options[name]
     if not isinstance(value, Collection) or isinstance(value, str) or len(value) != 2:
         raise ArgumentError(f"{name} of a param group must be two numbers, got {value!r}")

@@ -67,7 +67,7 @@ BREAKS: dict[str, tuple[Callable[[Bag, MixedPrecisionOptimizer], None], str, str
     "grown": (_grown, "UsageError", "parameter 'params.1' became (99,)"),
     "state_cut": (_state_cut, "UsageError", "['exp_avg'] is ("),
     "state_partial": (_state_partial, "UsageError", "the optimizer's state of 'params.1' has"),
-    "option": (_option, "ArgumentError", "lr of a param group must be a number"),
+    "option": (_option, "ArgumentTypeError", "lr of a param group must be a number"),
     "option_lacks": (_option_lacks, "ArgumentError", "a param group lacks 'eps'"),
     "unforeseen": (_unforeseen, "RankError", "RuntimeError: Boolean value of Tensor"),
     "unreadable": (_unreadable, "RankError", "ValueError: invalid literal for int()"),

@@ -27,7 +27,7 @@ def _setup(layout: str, *, ahead: bool = False, **fields: Any) -> Setup:
 
 
 WAITS: dict[str, tuple[str, int, Setup, tuple[str, ...]]] = {
-    "gradients that travel in backward": ("main_params.grad_copies _copy", 1, _setup("replicated", **OVERLAP), STEPS),
+    "gradients that travel in backward": ("main_params.grad_copies copy", 1, _setup("replicated", **OVERLAP), STEPS),
     "gradients that have travelled": ("main_params.grad_copies join", 1, _setup("replicated", **OVERLAP), STEPS),
     "weights": ("main_params.weight_arrivals _wait", 1, _setup("replicated", **OVERLAP), STEPS),
     "an update in host memory": ("step.host_update task", 1, _setup("replicated", **OVERLAP), STEPS),
