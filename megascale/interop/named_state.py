@@ -11,11 +11,10 @@ from torch import Tensor
 
 from megascale.errors import InteropError, StateDictError
 from megascale.interop.records import InertRecord
+from megascale.rules import MOMENTS
 from megascale.state.schema import EXTRA_STATE, SHARED_STATE, VERSION
 from megascale.utils.portable import portable
 
-PER_ELEMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""State that always has its parameter's shape."""
 Names = Sequence[str] | Sequence[Sequence[str]]
 
 
@@ -128,7 +127,8 @@ def check_adam(group: Mapping[str, Any], where: str) -> None:
 def check_shapes(states: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any], where: str) -> None:
     """Raise InteropError if a state per element has another shape than the tensor of that name in ``like``.
 
-    State is per element where its shapes are those of all parameters, in any order. Adafactor's rows are not.
+    State is per element where its shapes are those of all parameters, in any order; a moment of our rules
+    always is, Adafactor's rows are not.
     """
     for key in dict.fromkeys(chain.from_iterable(states.values())):
         values = {name: state[key] for name, state in states.items() if isinstance(state.get(key), Tensor)}
@@ -141,7 +141,7 @@ def check_shapes(states: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any
             wanted for _, wanted in shapes.values()
         )
         for name, (shape, parameter) in shapes.items():
-            if shape != parameter and (is_per_element or key in PER_ELEMENT):
+            if shape != parameter and (is_per_element or key in MOMENTS):
                 raise InteropError(
                     f"{where}: {key} of {name!r} has shape {shape}, the parameter has {parameter}; the names are in "
                     "another order than the optimizer's parameters: give them with --model-names"

@@ -165,9 +165,8 @@ class ParamGather:
         for param in params:
             bucket = self._bucket_of.get(id(param))
             if bucket is not None:
-                if (
-                    bucket.behind is not None
-                ):  # one lookup per parameter of each forward, where nothing is in host memory
+                # One lookup per parameter of each forward, where nothing is in host memory.
+                if bucket.behind is not None:
                     _begin(self.buckets)
                 bucket.wait()
 
