@@ -26,7 +26,6 @@ from megascale.state.state_view import StateView
 from megascale.step import misuse
 from megascale.step.arguments import check_arguments, check_belongs, check_policy, config_for, device_of
 from megascale.step.description import summary
-from megascale.step.joined_states import JoinedStates, states_of
 from megascale.step.loaded_state import keep_loaded_state
 from megascale.step.member import StepMember
 from megascale.step.recipe import StepRecipe
@@ -174,13 +173,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     @state.setter
     def state(self, value: Any) -> None:
         if self._constructed:
-            held, joined = StateView([self.live_state()]).held_for(value), states_of(self.optimizer)
-            if isinstance(joined, JoinedStates):
-                taken = {key: dict(entry) if isinstance(key, Tensor) else entry for key, entry in held.items()}
-                joined.clear()
-                joined.update(taken)
-            else:
-                self.optimizer.state = held
+            self.optimizer.state = StateView([self.live_state()]).held_for(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group of model params (or of (name, param) pairs). Main params are made at once.
@@ -234,6 +227,6 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     def live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
         member = self._member
-        state, mains = states_of(self.optimizer), member.main_params
+        mains, state = member.main_params, self.optimizer.state
         extra = ExtraState(self.optimizer, mains, is_sharded=mains.is_sharded)
         return LiveState(self.param_groups, state, mains, self.grad_scaler, member.counter, extra, ref(member))

@@ -1,6 +1,5 @@
 """Optimizers with methods besides ``step()``, or a ``state_dict()`` of their own: none knows of megascale."""
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -140,53 +139,6 @@ class Bf16Momentum(torch.optim.Optimizer):
                     state["m"] = torch.zeros_like(p, dtype=torch.bfloat16)
                 state["m"].lerp_(p.grad.bfloat16(), 0.25)
                 p.sub_(state["m"].float(), alpha=group["lr"])
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Lookahead (arXiv 1907.08610) around another optimizer, in the form of pytorch_optimizer's.
-
-    It does without torch's constructor; slow weights are made at once, of the weights that there are.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, k: int = 2) -> None:
-        self.optimizer, self.k = optimizer, k
-        self._optimizer_step_pre_hooks: dict[int, Any] = OrderedDict()
-        self._optimizer_step_post_hooks: dict[int, Any] = OrderedDict()
-        self._patch_step_function()
-        self.state = defaultdict(dict)
-        for group in self.param_groups:
-            group["counter"] = 0
-            for p in group["params"]:
-                self.state[p]["slow"] = p.detach().clone()
-        self.defaults = optimizer.defaults
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the other optimizer."""
-        return self.optimizer.param_groups
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return slow weights by position, and the other optimizer's state."""
-        slow = {
-            (at, index): dict(self.state[p])
-            for at, group in enumerate(self.param_groups)
-            for index, p in enumerate(group["params"])
-        }
-        return {"slow": slow, "base": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        raise AssertionError("all of it is state of parameters")
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step; each ``k``-th returns half-way to the slow weights."""
-        self.optimizer.step()
-        for group in self.param_groups:
-            group["counter"] = (group["counter"] + 1) % self.k
-            for p in group["params"] if group["counter"] == 0 else ():
-                p.lerp_(self.state[p]["slow"], 0.5)
-                self.state[p]["slow"].copy_(p)
 
 
 class Warming(torch.optim.Optimizer):

@@ -1,9 +1,9 @@
 """ExtraState: what a wrapped optimizer's ``state_dict()`` has beside ``state`` and ``param_groups``.
 
-StableSPAM saves a step count and a schedule there, Ranger21 its learning rates, Lookahead the state of the optimizer
-that it wraps. State of parameters is saved by their names in any case: :mod:`megascale.step.joined_states`. The rest is
-numbers, strings and tensors that belong to no parameter. The optimizer's ``state_dict()`` gives it, and its
-``load_state_dict()`` takes it, while its param groups hold main params; what that does to state and groups is put back.
+StableSPAM saves a step count and a schedule there, Ranger21 its learning rates. State of parameters is saved by their
+names in any case. The rest is numbers, strings and tensors that belong to no parameter. The optimizer's
+``state_dict()`` gives it, and its ``load_state_dict()`` takes it, while its param groups hold main params; what that
+does to state and groups is put back.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megascale.errors import ArgumentError, StateDictError
 from megascale.main_params.main_param import MainParam
-from megascale.step.lending import holders_of, lent, put_back
+from megascale.step.lending import lent, put_back
 from megascale.utils.nests import tensors_in
 from megascale.utils.portable import PRIMITIVES, portable
 
@@ -91,25 +91,20 @@ class ExtraState:
         if not entries:
             return
         with self._lent():
-            kept = [
-                (
-                    holder,
-                    {name: value for name, value in vars(holder).items() if name in _TORCHS},
-                    {key: dict(value) if isinstance(value, dict) else value for key, value in holder.state.items()},
-                    [(group, dict(group)) for group in holder.param_groups],
-                )
-                for holder in holders_of(self._optimizer).values()
-            ]
+            optimizer = self._optimizer
+            own = {name: value for name, value in vars(optimizer).items() if name in _TORCHS}
+            state = {key: dict(one) if isinstance(one, dict) else one for key, one in optimizer.state.items()}
+            groups = [(group, dict(group)) for group in optimizer.param_groups]
             try:
                 extra = {name: _unpacked(value) for name, value in entries.items()}
-                self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})
+                optimizer.load_state_dict({**optimizer.state_dict(), **extra})
             finally:
-                for before in kept:
-                    put_back(*before)
+                vars(optimizer).update(own)
+                put_back(optimizer, state, groups)
 
     def _lent(self) -> AbstractContextManager[None]:
         params = [param for param in self._params if param.is_owned]
-        return lent(holders_of(self._optimizer), params, [None] * len(params))
+        return lent(self._optimizer, params, [None] * len(params))
 
     def _read(self, *, copy: bool) -> dict[str, Any]:
         where = f"{type(self._optimizer).__name__}.state_dict()"
@@ -130,24 +125,20 @@ class ExtraState:
 def _not_saved_by_name(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of ``given`` that are not saved under the names of parameters already.
 
-    Left out are dicts of the states of parameters, and the state dict of another optimizer of the same parameters.
+    Left out are dicts of the states of parameters.
     """
     if not given:
         return given
-    holders = holders_of(optimizer)
     states = {
         _signature(entries)
-        for holder in holders.values()
-        for key, entries in holder.state.items()
+        for key, entries in optimizer.state.items()
         if isinstance(key, Tensor) and isinstance(entries, Mapping)
     }
-    state_dicts = [_signature(holder.state_dict()) for path, holder in holders.items() if path]
 
     def is_saved(value: Any) -> bool:
-        if not isinstance(value, Mapping):
+        if not isinstance(value, Mapping) or not value:
             return False
-        are_states = all(isinstance(one, Mapping) and _signature(one) in states for one in value.values())
-        return (bool(value) and are_states) or _signature(value) in state_dicts
+        return all(isinstance(one, Mapping) and _signature(one) in states for one in value.values())
 
     return {name: value for name, value in given.items() if not is_saved(value)}
 

@@ -12,7 +12,6 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from megascale.step.lending import holders_of
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import map_tensors
 
@@ -20,11 +19,10 @@ from megascale.utils.nests import map_tensors
 def keep_loaded_state(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
     """Let ``inner.load_state_dict()`` take state as it is given, for as long as ``wrapper`` lives.
 
-    So do optimizers that ``inner`` holds. One that never ran torch's constructor has no hooks, and its own way to load.
+    One that never ran torch's constructor has no hooks, and its own way to load.
     """
-    for holder in holders_of(inner).values():
-        if hasattr(holder, "_optimizer_load_state_dict_pre_hooks"):
-            finalize(wrapper, holder.register_load_state_dict_pre_hook(_under_params).remove)
+    if hasattr(inner, "_optimizer_load_state_dict_pre_hooks"):
+        finalize(wrapper, inner.register_load_state_dict_pre_hook(_under_params).remove)
 
 
 def _under_params(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

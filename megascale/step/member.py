@@ -17,7 +17,6 @@ from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
 from megascale.step.grad_stats import GradStats, measured_by_device
-from megascale.step.joined_states import states_of
 from megascale.step.local_grads import Collected, ReadyGrads
 from megascale.step.result import CapturedStep, StepCounter
 from megascale.step.torch_states import is_per_element
@@ -93,7 +92,7 @@ class StepMember:
         """Check new parameters, and make their state; drop that of parameters that are no longer there."""
         param_groups, created = self.optimizer.param_groups, {id(param) for param in made}
         here = {id(param) for group in param_groups for param in group["params"]}
-        state = states_of(self.optimizer)
+        state = self.optimizer.state
         for gone in [key for key in state if isinstance(key, Tensor) and id(key) not in here]:
             del state[gone]
         for unit in self.main_params.units():  # state lies in memory as it is updated
@@ -158,7 +157,7 @@ class StepMember:
         self.update.take_in_state()
         at_home = {id(param.model) for param in self.main_params if param.on_host is not None}  # in host memory already
         mains = (param.memory for param in self.main_params if param.is_copy and param.on_host is None)
-        held = (state for param, state in states_of(self.optimizer).items() if id(param) not in at_home)
+        held = (state for param, state in self.optimizer.state.items() if id(param) not in at_home)
         states = chain.from_iterable(map(tensors_in, held))
         self.update.release_memory()
         self.main_params.residence.leave(chain(mains, states), pin=pin)
@@ -260,7 +259,7 @@ class StepMember:
         """Return the storages of weights, gradients, main params and state."""
         params = list(self.main_params)
         grads = (grad for grad in map(self.grads.grad_of, params) if grad is not None)
-        states = chain.from_iterable(map(tensors_in, states_of(self.optimizer).values()))
+        states = chain.from_iterable(map(tensors_in, self.optimizer.state.values()))
         every = chain((param.model for param in params), (param.memory for param in params), grads, states)
         return [held(tensor).untyped_storage() for tensor in every]
 

@@ -23,7 +23,7 @@ from megascale.kernels import (
 from megascale.main_params.main_param import MainParam
 from megascale.rules import BY_KIND, KINDS
 from megascale.step.kernel_state import rate
-from megascale.step.lending import holders_of, is_narrow, lent
+from megascale.step.lending import is_narrow, lent
 from megascale.step.torch_states import is_torchs, require_count, state_of, widen
 from megascale.step.update import MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import is_cut, to_local
@@ -56,10 +56,9 @@ class GeneralUpdate:
 
         self._hook = optimizer.register_step_pre_hook(refuse)
         finalize(self, self._hook.remove)
-        # Of these it is known that they keep no 16-bit state of their own accord, and hold no other optimizer.
+        # Of these it is known that they keep no 16-bit state of their own accord.
         kind = type(optimizer)
         self._is_torchs = kind in BY_KIND or kind.__module__.split(".")[:2] == ["torch", "optim"]
-        self._holders = {"": optimizer}  # found in the first half of a step, for the second
 
     @property
     def is_hooked(self) -> bool:
@@ -74,27 +73,18 @@ class GeneralUpdate:
         New state is the optimizer's own affair: it is made of fp32 main params, so that what is 16-bit in it is so on
         purpose.
         """
-        holders = self._find_holders()
         for param in params:
-            for holder in holders.values():
-                if not param.is_owned:
-                    holder.state.pop(param.model, None)
-                elif is_torchs(holder) or (param.is_copy and param.narrow_state is None):
-                    widen(holder, options, param)
-        self._note_narrow_state(holders, params)
+            if not param.is_owned:
+                self.optimizer.state.pop(param.model, None)
+            elif is_torchs(self.optimizer) or (param.is_copy and param.narrow_state is None):
+                widen(self.optimizer, options, param)
+        self._note_narrow_state(params)
 
-    def _find_holders(self) -> dict[str, torch.optim.Optimizer]:
-        return {"": self.optimizer} if self._is_torchs else holders_of(self.optimizer)
-
-    def _note_narrow_state(self, holders: Mapping[str, torch.optim.Optimizer], params: Sequence[MainParam]) -> None:
+    def _note_narrow_state(self, params: Sequence[MainParam]) -> None:
         """Remember which state is 16-bit now: whatever else is found so later was made of 16-bit weights."""
         for param in () if self._is_torchs else params:
-            param.narrow_state = frozenset(
-                f"{path}.{name}" if path else name
-                for path, holder in (holders if param.is_copy else {}).items()
-                for name, value in holder.state.get(param.model, {}).items()
-                if is_narrow(value, param)
-            )
+            entry = self.optimizer.state.get(param.model, {}) if param.is_copy else {}
+            param.narrow_state = frozenset(name for name, value in entry.items() if is_narrow(value, param))
 
     def take_in_state(self) -> bool:
         """Copy what a program has put into the optimizer's state into its place; of an own ``step()`` it has none.
@@ -167,23 +157,18 @@ class GeneralUpdate:
 
     def require_usable_state(self, params: Iterable[MainParam]) -> None:
         """Raise UsageError, naming it, for state without memory, or that a method made of 16-bit weights."""
-        self._holders = self._find_holders()
         for param in params:
             narrow = param.narrow_state if param.is_copy and not self._is_torchs else None
-            for path, holder in self._holders.items():
-                for name, value in state_of(holder, param).items():
-                    called = f"{path}.{name}" if path else name
-                    if isinstance(value, Tensor) and (fault := memory_fault(to_local(value))):
-                        raise UsageError(
-                            f"the optimizer's state[{param.name!r}][{called!r}] {fault}; load the state anew"
-                        )
-                    if narrow is not None and is_narrow(value, param) and called not in narrow:
-                        raise UsageError(
-                            f"the optimizer's state[{param.name!r}][{called!r}] is {param.form.dtype}, as the "
-                            f"parameter is: a method of {type(holder).__name__} has made it of 16-bit weights or "
-                            "scaled gradients. Call the method inside `with optimizer.main_grads() as inner:`, which "
-                            "shows it fp32 ones; and delete this state, or load a checkpoint"
-                        )
+            for name, value in state_of(self.optimizer, param).items():
+                if isinstance(value, Tensor) and (fault := memory_fault(to_local(value))):
+                    raise UsageError(f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew")
+                if narrow is not None and is_narrow(value, param) and name not in narrow:
+                    raise UsageError(
+                        f"the optimizer's state[{param.name!r}][{name!r}] is {param.form.dtype}, as the parameter is: "
+                        f"a method of {type(self.optimizer).__name__} has made it of 16-bit weights or scaled "
+                        "gradients. Call the method inside `with optimizer.main_grads() as inner:`, which shows it "
+                        "fp32 ones; and delete this state, or load a checkpoint"
+                    )
 
     def apply(
         self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
@@ -210,7 +195,7 @@ class GeneralUpdate:
             param.decode()
         try:
             unscaled = [*self.unscaled(params, grads, decision), *(torch.empty_like(param.main) for param in empty)]
-            with self.lend([*params, *empty], unscaled, self._holders):
+            with self.lend([*params, *empty], unscaled):
                 self._is_stepping = True
                 self.optimizer.step()
         except Exception as error:  # whatever it is: other ranks wait
@@ -260,22 +245,13 @@ class GeneralUpdate:
         return found
 
     @contextmanager
-    def lend(
-        self,
-        params: Sequence[MainParam],
-        grads: Sequence[Tensor | None],
-        holders: Mapping[str, torch.optim.Optimizer] | None = None,
-    ) -> Iterator[None]:
-        """Lend main params to the optimizer inside the context: see :func:`megascale.step.lending.lent`.
-
-        ``holders``: where they are found already; None: they are searched.
-        """
-        holders = holders or self._find_holders()
+    def lend(self, params: Sequence[MainParam], grads: Sequence[Tensor | None]) -> Iterator[None]:
+        """Lend main params to the optimizer inside the context: see :func:`megascale.step.lending.lent`."""
         try:
-            with self._wide_moments(params), lent(holders, params, grads):
+            with self._wide_moments(params), lent(self.optimizer, params, grads):
                 yield
         finally:
-            self._note_narrow_state(holders, params)
+            self._note_narrow_state(params)
 
     def unscaled(self, params: Sequence[MainParam], grads: Sequence[Tensor], decision: Decision) -> Sequence[Tensor]:
         """Return new local gradients, in the dtypes of main params, times the decision's coefficient."""

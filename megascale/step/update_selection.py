@@ -9,7 +9,7 @@ from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.rules import BY_KIND, ELEMENTWISE, FIRST, KINDS, MUON, SECOND
 from megascale.step.host_update import HostUpdate
 from megascale.step.kernel_update import KernelUpdate
-from megascale.step.known_optimizers import refuse_low_bit_moments
+from megascale.step.known_optimizers import refuse_held_optimizers, refuse_low_bit_moments
 from megascale.step.muon_update import MuonUpdate
 from megascale.step.torch_step import GeneralUpdate
 from megascale.utils import call_site
@@ -29,6 +29,7 @@ def check_inner(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer {type(optimizer).__name__} works on sparse gradients only; use Adam and a dense embedding"
         )
     refuse_low_bit_moments(optimizer)
+    refuse_held_optimizers(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ArgumentError(

@@ -41,19 +41,17 @@ def _step(model: nn.Linear, optimizer: Any, seed: int) -> None:
 
 
 OWN: dict[str, Callable[[Any, Params], torch.optim.Optimizer]] = {
-    "Lookahead": lambda lib, params: lib.Lookahead(torch.optim.AdamW(params, lr=0.01), k=3),
-    "Lookahead with momentum": lambda lib, params: lib.Lookahead(
-        torch.optim.SGD(params, lr=0.01, momentum=0.9), k=3, pullback_momentum="pullback"
-    ),
     "StableSPAM": lambda lib, params: lib.StableSPAM(params, lr=0.01, t_max=10),
     "Ranger21": lambda lib, params: lib.Ranger21(params, num_iterations=20, lr=0.01),
-    "Magma": lambda lib, params: lib.Magma(torch.optim.SGD(params, lr=0.01), mask_prob=1.0),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "way"),
-    [*((kind, torch.float16, "checkpoint") for kind in OWN), *(("Lookahead", dtype, "state dict") for dtype in DTYPES)],
+    [
+        *((kind, torch.float16, "checkpoint") for kind in OWN),
+        *(("StableSPAM", dtype, "state dict") for dtype in DTYPES),
+    ],
 )
 def test_an_own_state_dict_is_resumed_with_every_bit(kind: str, dtype: torch.dtype, way: str, tmp_path: Path) -> None:
     """After four steps another run takes over: both have the same weights after five more."""
@@ -140,7 +138,6 @@ SUMS: dict[str, Callable[[Any, Params], torch.optim.Optimizer]] = {
     "Ranger21": lambda lib, params: lib.Ranger21(params, num_iterations=20),
     "Prodigy": lambda lib, params: lib.Prodigy(params),
     "DAdaptAdam": lambda lib, params: lib.DAdaptAdam(params),
-    "Lookahead(Lamb)": lambda lib, params: lib.Lookahead(lib.Lamb(params, pre_norm=True)),
 }
 
 

@@ -329,7 +329,7 @@ ROWS = [
     Refusal("SOAP or Shampoo under FSDP2", _whole_matrices_under_fsdp2, InnerStepError, "shard='parameters'", 2),
     Refusal("8-bit AdamW of torchao", partial(_replicated, AdamW8bit), ArgumentError, "exp_avg_sq_dtype=torch.uint8"),
     Refusal("LAMB's norm, by parameters", partial(_by_parameters, FusedLAMB), ArgumentError, "pass clip_grad=1.0", 2),
-    Refusal("a base's norm, by parameters", partial(_by_parameters, Holding), ArgumentError, "pass clip_grad=1.0", 2),
+    Refusal("an optimizer that holds another", partial(_replicated, Holding), ArgumentError, "holds a FusedLAMB", 2),
     Refusal(
         "Prodigy, by parameters",
         _PRODIGY,

@@ -7,7 +7,6 @@ params. An optimizer that runs its own step() has no 8-bit moments.
 import copy
 import io
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,12 @@ from torch import nn
 from megascale import ChainedOptimizer, MixedPrecisionOptimizer
 from megascale.checkpoint import Checkpointer
 from megascale.errors import ArgumentError, StateDictError
-from tests.cells import SHAPES, Cell, Given, Named, integers
+from tests.cells import SHAPES, Cell, Given, integers
 from tests.fsdp2_cases import whole
-from tests.own_methods import Lookahead, Warming
+from tests.own_methods import Warming
 from tests.pool import RankPool
 from tests.training import bits_equal, same_values
 
-KINDS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
-    "lookahead": lambda named: Lookahead(torch.optim.AdamW(named, lr=2.0**-5)),
-    "warming": Warming,
-    "both": lambda named: Lookahead(Warming(named)),
-}
 OWN_CELLS = [
     *(Cell(torch.float16, layout) for layout in ("replicated", "zero1", "zero1-parameters", "fsdp2")),
     Cell(torch.float32, "replicated"),
@@ -37,47 +31,24 @@ OWN_CELLS = [
 WAYS = ("state dict", "file", "checkpoint")
 
 
-def test_an_optimizer_in_a_dict_trains() -> None:
-    """It stepped the 16-bit weights, over which main params were rounded: success=True, and nothing moved."""
-
-    class ByName(torch.optim.Optimizer):
-        def __init__(self, named: Named) -> None:
-            named = list(named)
-            self.optimizers = {"a": [torch.optim.AdamW(named, lr=2.0**-5)]}
-            super().__init__(named, {})
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            self.optimizers["a"][0].step()
-
-    weight, plain = nn.Parameter(torch.ones(4).bfloat16()), nn.Parameter(torch.ones(4))
-    optimizer = MixedPrecisionOptimizer(ByName([("weight", weight)]))
-    alone = torch.optim.AdamW([plain], lr=2.0**-5)
-    weight.grad, plain.grad = torch.ones_like(weight), torch.ones_like(plain)
-    assert optimizer.step().success
-    alone.step()
-    assert torch.equal(dict(optimizer.main_params())["weight"], plain)
-    saved = optimizer.state_dict()["optimizer"]["state"]["weight"]
-    assert torch.equal(saved["optimizers.a.0.exp_avg"], alone.state[plain]["exp_avg"])
-
-
 def _step(cell: Cell, model: nn.Module, optimizer: Any, step: int) -> None:
     cell.backward(optimizer, model, integers(cell.shapes, step))
     assert optimizer.step().success
     optimizer.zero_grad()
 
 
-def _build(cell: Cell, kind: str) -> tuple[Any, Any]:
+def _build(cell: Cell) -> tuple[Any, Any]:
     model = cell.model()
     options: dict[str, Any] = {"shard": "elements", "elementwise": True} if cell.layout == "zero1" else {}
-    return model, cell.optimizer(model, KINDS[kind], **options)
+    return model, cell.optimizer(model, Warming, **options)
 
 
-def _resume(cell: Cell, kind: str, way: str, folder: str) -> list[bool]:
+def _resume(cell: Cell, way: str, folder: str) -> list[bool]:
     """Return, per weight and main param, whether a run that was resumed has the bits of one that was not."""
-    model, optimizer = _build(cell, kind)
+    model, optimizer = _build(cell)
     for step in range(3):
         _step(cell, model, optimizer, step)
-    other, resumed = _build(cell, kind)
+    other, resumed = _build(cell)
     if way == "checkpoint":
         Checkpointer(Path(folder)).save(3, model, optimizer)
         Checkpointer(Path(folder)).load(other, resumed)
@@ -100,45 +71,42 @@ def _resume(cell: Cell, kind: str, way: str, folder: str) -> list[bool]:
     return [bits_equal(whole(mine), whole(theirs)) for mine, theirs in pairs]
 
 
-@pytest.mark.default("float16-zero1-parameters-fp32-warming-state dict")
+@pytest.mark.default("float16-zero1-parameters-fp32-state dict")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["lookahead", "warming"])
 @pytest.mark.parametrize("cell", OWN_CELLS, ids=str)
-def test_a_resumed_run_has_the_same_bits(cell: Cell, kind: str, way: str, ranks: RankPool, tmp_path: Path) -> None:
-    """Slow weights and the base optimizer's moments; a step count, a schedule, and a dict of pairs."""
+def test_a_resumed_run_has_the_same_bits(cell: Cell, way: str, ranks: RankPool, tmp_path: Path) -> None:
+    """A step count, a schedule, and a dict of pairs."""
     if way == "file" and cell.layout == "fsdp2":
         way = "checkpoint"  # whose state dict has DTensors
-    assert all(map(all, ranks.run(cell.world_size, _resume, cell, kind, way, str(tmp_path))))
+    assert all(map(all, ranks.run(cell.world_size, _resume, cell, way, str(tmp_path))))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_are_those_of_the_optimizer_alone(kind: str) -> None:
-    """And of optimizers that hold optimizers, with a resume by a state dict between."""
+def test_the_bits_are_those_of_the_optimizer_alone() -> None:
+    """With a resume by a state dict between."""
     cell = Cell(torch.float32, "replicated")
     alone = Given(SHAPES)
-    inner = KINDS[kind](list(alone.named_parameters()))
-    model, optimizer = _build(cell, kind)
+    inner = Warming(list(alone.named_parameters()))
+    model, optimizer = _build(cell)
     for step in range(6):
         alone(integers(SHAPES, step)).backward()
         inner.step()
         inner.zero_grad()
         _step(cell, model, optimizer, step)
-        if kind != "both":
-            saved = copy.deepcopy(optimizer.state_dict())
-            _, resumed = _build(cell, kind)
-            resumed.load_state_dict(saved)
-            assert same_values(resumed.state_dict(), saved)
+        saved = copy.deepcopy(optimizer.state_dict())
+        _, resumed = _build(cell)
+        resumed.load_state_dict(saved)
+        assert same_values(resumed.state_dict(), saved)
     assert all(bits_equal(one, two) for one, two in zip(alone.parameters(), model.parameters(), strict=True))
 
 
-def _to_other_ranks(folder: str, kind: str) -> list[bool]:
+def _to_other_ranks(folder: str) -> list[bool]:
     """Save on two ranks by parameters; load, in this world, on each rank alone."""
     cell, alone = Cell(torch.float16, "zero1-parameters"), Cell(torch.float16, "replicated")
-    model, optimizer = _build(cell, kind)
+    model, optimizer = _build(cell)
     for step in range(3):
         _step(cell, model, optimizer, step)
     saved = optimizer.state_dict()
-    other, resumed = _build(alone, kind)
+    other, resumed = _build(alone)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(saved)
     assert same_values(resumed.state_dict()["optimizer"], saved["optimizer"])
@@ -148,10 +116,9 @@ def _to_other_ranks(folder: str, kind: str) -> list[bool]:
     return [bits_equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["lookahead", "warming"])
-def test_sharded_state_loads_replicated(kind: str, ranks: RankPool, tmp_path: Path) -> None:
-    """Each rank has the slow weights and moments of its parameters; a state dict has all, by name."""
-    for same in ranks.run(2, _to_other_ranks, str(tmp_path), kind):
+def test_sharded_state_loads_replicated(ranks: RankPool, tmp_path: Path) -> None:
+    """Each rank has the moments of its parameters; a state dict has all, by name."""
+    for same in ranks.run(2, _to_other_ranks, str(tmp_path)):
         assert all(same)
 
 
@@ -164,7 +131,7 @@ def test_the_state_dict_of_the_optimizer_alone_loads() -> None:
         inner.step()
         inner.zero_grad()
     cell = Cell(torch.float32, "replicated")
-    model, optimizer = _build(cell, "warming")
+    model, optimizer = _build(cell)
     model.load_state_dict(alone.state_dict())
     optimizer.load_state_dict(copy.deepcopy(inner.state_dict()))
     for step in range(3, 6):
