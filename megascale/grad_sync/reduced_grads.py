@@ -21,9 +21,6 @@ class ReducedGrads(Protocol):
     def local_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return what this rank keeps of the main grad of ``param``, live; None for a parameter that has none here."""
 
-    def reduces(self, grad: Tensor) -> bool:
-        """Return whether ``grad``, a main grad or a part of one, lies where reductions reach it."""
-
     def finish(self) -> None:
         """Wait until all main grads are reduced."""
 

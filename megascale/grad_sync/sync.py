@@ -211,12 +211,6 @@ class GradSync:
         hooks[handle.id] = hook
         return handle
 
-    def reduces(self, grad: Tensor) -> bool:
-        """Return whether ``grad``, a main grad or a part of one, lies where reductions reach it."""
-        begin, end = grad.data_ptr(), grad.data_ptr() + grad.nbytes
-        flats = (bucket.memory.flat for bucket in self.buckets)
-        return begin == end or any(flat.data_ptr() <= begin and end <= flat.data_ptr() + flat.nbytes for flat in flats)
-
     def set_divisor(self, divisor: Divisor) -> None:
         """Divide this step's sum over all ranks by ``divisor``, instead of taking the mean: for example by tokens.
 

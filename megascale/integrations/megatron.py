@@ -178,10 +178,6 @@ class MainGrads:
     local_grad = main_grad
     """Every rank keeps all of it."""
 
-    def reduces(self, grad: Tensor) -> bool:
-        """Return True: Megatron's attribute is a view of its buffer."""
-        return True
-
     def finish(self) -> None:
         """Do nothing: Megatron's ``finish_grad_sync()`` has waited."""
 

@@ -183,9 +183,6 @@ class ReadyGrads:
                 fit = False
         if found is None or not fit:
             found = self._one_by_one(listed)
-        elif self._grad_sync is not None:
-            for index in listed.reader.moved:
-                self._require_in_place(listed, index)
         for index in found.missing:
             if self._is_taken_elsewhere(param := listed.params[index]):
                 raise UsageError(f"the gradient of {param.name!r} was taken by a GradSync in backward; {REMEDY}")
@@ -194,10 +191,15 @@ class ReadyGrads:
     def _one_by_one(self, listed: _Listed) -> TensorList:
         """Return gradients that cannot be read as one list."""
         grads: list[Tensor | None] = []
-        for index, (param, main) in enumerate(zip(listed.params, listed.mains, strict=True)):
-            self._require_in_place(listed, index)
+        for param, main in zip(listed.params, listed.mains, strict=True):
             grad = param.model.grad
-            if main is None and grad is not None:
+            if main is not None:
+                if tensor_fault(main) or main.shape != param.part.shape or not main.dtype.is_floating_point:
+                    raise GradientError(
+                        f"the main grad of {param.name!r} was given another shape, dtype or memory; write into the "
+                        "tensor in place"
+                    )
+            elif grad is not None:
                 error = gradient_error(param.name, grad, param.model)
                 if error is not None:
                     raise error
@@ -205,19 +207,6 @@ class ReadyGrads:
             grads.append(main)
         pairs = zip(grads, listed.params, strict=True)
         return TensorList(grads, filled=[param.part if grad is None else grad for grad, param in pairs])
-
-    def _require_in_place(self, listed: _Listed, index: int) -> None:
-        """Raise GradientError if the main grad at ``index``, where there is one, no longer lies in its bucket."""
-        grad, param = listed.mains[index], listed.params[index]
-        if grad is None or self._grad_sync is None:
-            return
-        fits = grad.shape == to_local(param.main).shape and grad.dtype.is_floating_point
-        if not (fits and self._grad_sync.reduces(grad) and tensor_fault(grad) is None):
-            self._listed = None  # so that the next step looks at all of them again
-            raise GradientError(
-                f"the main grad of {param.name!r} was given other memory or another shape, where no reduction reaches "
-                "it; write into the tensor in place"
-            )
 
     def _main_grad(self, param: MainParam) -> Tensor | None:
         """Return the main grad. A parameter that was frozen since takes no part."""

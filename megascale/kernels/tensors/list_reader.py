@@ -27,13 +27,10 @@ class ListReader:
 
     Attributes:
         forms: of the tensors that were read last.
-        moved: indices of the tensors that :meth:`read` found at another address than in the call before; of all where
-            a form has changed.
     """
 
     def __init__(self) -> None:
         self.forms = Forms([])
-        self.moved: NDArray[np.int64] = np.arange(0)
         self._guards: dict[int, Any] = {}
         self._whole: NDArray[np.int64] | None = None  # addresses at which tensors of these forms had all their memory
 
@@ -78,10 +75,10 @@ class ListReader:
         try:
             addresses = self.addresses(every)  # first: it forgets the others where a form has changed
             before, self._whole = self._whole, None
-            self.moved = np.arange(len(every)) if before is None else np.flatnonzero(addresses != before)
+            moved = np.arange(len(every)) if before is None else np.flatnonzero(addresses != before)
             if not self.forms.are_plain:
                 return None
-            if len(self.moved) and not self.forms.are_whole(every, addresses, self.moved):
+            if len(moved) and not self.forms.are_whole(every, addresses, moved):
                 return None
         except UNREADABLE:
             return None
