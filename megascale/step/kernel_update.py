@@ -23,7 +23,7 @@ from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.segments import side_by_side
 from megascale.main_params.update_unit import UpdateUnit
-from megascale.rules import CODE_DTYPES, MOMENTS, Hyper, Rule
+from megascale.rules import MOMENTS, Hyper, Rule
 from megascale.rules.options import require_options
 from megascale.step.compact_state import require_supported, start_of, with_scales
 from megascale.step.kernel_state import KernelState, rate
@@ -88,19 +88,25 @@ class KernelUpdate(GeneralUpdate):
                 is_obstructed = is_obstructed or self.rule.obstacle(pending.options) is not None
             are_same.append(same)
         if is_obstructed:
-            kinds = [(moment.name, self._dtypes[moment.name]) for moment in self.rule.moments]
-            if codes := [f"{name}={dtype}" for name, dtype in kinds if dtype in CODE_DTYPES]:
-                obstacles = [self.rule.obstacle(pending.options) for pending in updates]
-                why = next(filter(None, obstacles), "step hooks: remove them")
-                raise UsageError(
-                    f"{type(self.optimizer).__name__} has {why}, or keep the moments in torch.float32; otherwise its "
-                    f"own step() must run, which cannot read {', '.join(codes)}"
-                )
-            return super().prepare(updates)
+            obstacles = [self.rule.obstacle(pending.options) for pending in updates]
+            return self.prepare_own_step(updates, next(filter(None, obstacles), "step hooks: remove them"))
         return [
             replace(pending, call=self._call(pending.unit, pending.options, has_same_options=same))
             for pending, same in zip(updates, are_same, strict=True)
         ]
+
+    def prepare_own_step(self, updates: Sequence[PendingUpdate], why: str) -> list[PendingUpdate]:
+        """Return the updates ready for the optimizer's own ``step()``, which runs because it has ``why``.
+
+        Raises UsageError for moments that are not fp32, with which it does not compute.
+        """
+        dtypes = [(moment.name, self._dtypes[moment.name]) for moment in self.rule.moments]
+        if narrow := [f"{name}={dtype}" for name, dtype in dtypes if dtype != torch.float32]:
+            raise UsageError(
+                f"{type(self.optimizer).__name__} has {why}, or keep the moments in torch.float32; otherwise its "
+                f"own step() must run, which cannot compute with {', '.join(narrow)}"
+            )
+        return super().prepare(updates)
 
     @override
     def apply(

@@ -10,9 +10,7 @@ from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor
 
-from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import map_tensors
 
 
@@ -30,31 +28,19 @@ def _under_params(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
 
     What is under no number of a parameter is not cast by torch, and is the state of a parameter all the same.
     """
-    saved = [(number, group) for group in state_dict["param_groups"] for number in group["params"]]
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = list(chain.from_iterable(group["params"] for group in inner.param_groups))
     if len(saved) != len(params):
         return state_dict  # torch says in which group
-    of_number = {number: (param, group) for (number, group), param in zip(saved, params, strict=True)}
+    of_number = dict(zip(saved, params, strict=True))
     state = dict(state_dict["state"])
     for number in list(state):
         if number in of_number and isinstance(state[number], Mapping):
-            param, group = of_number[number]
-            state[param] = {key: _copied(key, value, param, group) for key, value in state.pop(number).items()}
+            param = of_number[number]
+            state[param] = {key: _copied(key, value, param.device) for key, value in state.pop(number).items()}
     return {**state_dict, "state": state}
 
 
-def _copied(key: Any, value: Any, param: Tensor, group: dict[str, Any]) -> Any:
-    """Return a state where torch places it, in the dtype of a main param; codes and counts stay integers.
-
-    group: as saved, whose options tell where torch's own ``step()`` wants its count.
-    """
-    is_count = key == "step"
-    if is_count and not (group.get("capturable") or group.get("fused")):
-        return map_tensors(Tensor.clone, value)
-    dtype = torch.float32 if is_count or param.dtype in HALF_DTYPES else param.dtype
-
-    def copied(tensor: Tensor) -> Tensor:
-        is_number = is_count or tensor.is_floating_point()
-        return tensor.to(param.device, dtype if is_number else tensor.dtype, copy=True)
-
-    return map_tensors(copied, value)
+def _copied(key: Any, value: Any, device: torch.device) -> Any:
+    """Return a state in the dtype that it has, on the parameter's device; a count where it is."""
+    return map_tensors(lambda tensor: tensor.clone() if key == "step" else tensor.to(device, copy=True), value)

@@ -22,7 +22,6 @@ from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import MUON, MuonHyper
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.matrix_exchange import Cut, MatrixExchange, cuts_of
-from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import Kernel, PendingUpdate
 from megascale.utils.dtensors import is_dtensor
 
@@ -185,7 +184,7 @@ class MuonUpdate(KernelUpdate):
             if unit not in self._supported:
                 self._supported[unit] = all(_is_supported(param.main) for param in unit.params)
         if not all(self._supported[pending.unit] for pending in updates):
-            return GeneralUpdate.prepare(self, updates)
+            return self.prepare_own_step(updates, "DTensors whose pieces cannot be joined: cut them otherwise")
         return super().prepare(updates)
 
 

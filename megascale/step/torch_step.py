@@ -27,7 +27,6 @@ from megascale.step.lending import is_narrow, lent
 from megascale.step.torch_states import is_torchs, require_count, state_of, widen
 from megascale.step.update import MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import is_cut, to_local
-from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.wording import either
 
 
@@ -248,7 +247,7 @@ class GeneralUpdate:
     def lend(self, params: Sequence[MainParam], grads: Sequence[Tensor | None]) -> Iterator[None]:
         """Lend main params to the optimizer inside the context: see :func:`megascale.step.lending.lent`."""
         try:
-            with self._wide_moments(params), lent(self.optimizer, params, grads):
+            with lent(self.optimizer, params, grads):
                 yield
         finally:
             self._note_narrow_state(params)
@@ -264,23 +263,3 @@ class GeneralUpdate:
             made = self.backend.unscale(given, mains, decision.to(device).coefficient)
             found.update(zip(indices, made, strict=True))
         return [found[index] for index in range(len(grads))]
-
-    @contextmanager
-    def _wide_moments(self, params: Sequence[MainParam]) -> Iterator[None]:
-        """Show torch's own optimizers fp32 numbers of moments that are held in 16 bits, as their arithmetic wants."""
-        state = self.optimizer.state
-        narrow = [
-            (param, name, value.dtype)
-            for param in (params if self._is_torchs else ())
-            for name, value in state.get(param.model, {}).items()
-            if isinstance(value, Tensor) and value.shape == param.main.shape and value.dtype in HALF_DTYPES
-        ]
-        for param, name, _ in narrow:
-            state[param.model][name] = state[param.model][name].to(param.main.dtype)
-        try:
-            yield
-        finally:
-            for param, name, dtype in narrow:
-                own = self.optimizer.state.get(param.model, {})
-                if name in own:
-                    own[name] = own[name].to(dtype)

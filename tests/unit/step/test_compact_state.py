@@ -280,7 +280,7 @@ NOT_HELD: list[tuple[Callable[[Bag], object], type[Exception], str]] = [
         ArgumentError,
         "has dtype torch.float64, and 8-bit",
     ),
-    (_by_its_own_step, UsageError, r"its own step\(\) must run, which cannot read exp_avg=torch.int8"),
+    (_by_its_own_step, UsageError, r"its own step\(\) must run, which cannot compute with exp_avg=torch.int8"),
 ]
 
 
