@@ -240,7 +240,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             UsageError: with pieces of parameters or main params in host memory; inside itself; between
                 :meth:`prepare_grads` and the step. As :meth:`step` for gradients that it would refuse.
             MainParamOverflowError: as :meth:`step`.
-            RankError: on ranks whose body has not raised, if that of another has.
+            RankError: on every rank, if the body has raised on one of several.
         """
         members, parts = self.recipe.members, self.parts()
         with lent_main_params(self.recipe, members, self._settings_error(), with_grads=True) as dropped:

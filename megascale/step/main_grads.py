@@ -26,7 +26,7 @@ from megascale.step.host_update import HostUpdate
 from megascale.step.member import StepMember
 from megascale.step.snapshot import Snapshot
 from megascale.step.update import OverflowFlags
-from megascale.utils.collectives import raise_together
+from megascale.utils.collectives import raising_together
 
 if TYPE_CHECKING:
     from megascale.step.recipe import StepRecipe
@@ -111,36 +111,27 @@ def lent_main_params(
 
     Raises:
         UsageError: on every rank alike, before anything has changed.
-        Exception: what the body raises, once all ranks have put back what they held; on other ranks a RankError that
-            names it, or the same MegascaleError.
+        Exception: what the body raises, once all ranks have put back what they held; where there are several, on all of
+            them a RankError that names it, or the same MegascaleError.
     """
     for member in members:
         member.require_not_lent("main_grads()")
     with torch.no_grad():
         grads = recipe.grads_to_lend(error) if with_grads else recipe.no_grads_to_lend(members)
-    loans: list[_Loan] = []
-    stack, failure, dropped = ExitStack(), None, list[StepMember]()
+    loans, dropped, stack = list[_Loan](), list[StepMember](), ExitStack()
     try:
-        try:
-            with torch.no_grad():
-                for member in members:
-                    loans.append(_Loan(member, grads))
-                    stack.enter_context(loans[-1].open())
-            yield dropped
-        finally:
-            with torch.no_grad():
-                stack.close()
-    except Exception as error:  # whatever it is: other ranks wait
-        failure = error
-    except BaseException:  # the program is about to end
+        with raising_together(recipe.groups.grad_stats):
+            try:
+                with torch.no_grad():
+                    for member in members:
+                        loans.append(_Loan(member, grads))
+                        stack.enter_context(loans[-1].open())
+                yield dropped
+            finally:
+                with torch.no_grad():
+                    stack.close()
+    except BaseException:  # of another rank, too; or the program is about to end
         _undo(loans)
-        raise
-    try:
-        raise_together(failure, recipe.groups.grad_stats)
-    except Exception:
-        _undo(loans)
-        if failure is not None:
-            raise failure  # noqa: B904 - the body's own
         raise
     if grads.overflowed:
         _undo(loans)
