@@ -116,7 +116,6 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         self._replicas_may_differ = replicas_may_differ
         self._require_same(0)
         self._member.sync_from_model()
-        self._member.unverified_params.clear()
         misuse.record(self, optimizer)
         keep_loaded_state(self, optimizer)
         self.grad_scaler = grad_scaler
@@ -194,10 +193,6 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         except Exception:
             self.optimizer.param_groups.pop()
             raise
-        for param in self.optimizer.param_groups[-1]["params"]:
-            main = self._member.main_params.get(param)
-            if main is not None:
-                self._member.unverified_params.pop(main.name, None)
 
     def local_grad(self, name: str) -> Tensor | None:
         """Return this rank's gradient of the parameter ``name``, live and still scaled; None if it has none.

@@ -4,8 +4,7 @@ Ranks that hold the same parameters share options, which parameters take them, w
 asks of every step, divisors, how the optimizer updates, and the number of steps taken. Ranks that decide together share
 the loss scale and its rule, whatever they hold: gradients cross from one to another, and are divided by one scale.
 
-Of tensors only those in host memory are compared, but for the first values of new parameters: the host waits for no
-device.
+Of tensors only those in host memory are compared: the host waits for no device.
 """
 
 import operator
@@ -19,7 +18,6 @@ from megascale.config import StepConfig
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.sync import GradSync
 from megascale.main_params.main_param import MainParam
-from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.step.consensus import Kind, StepFacts
 from megascale.step.local_grads import Collected
@@ -83,18 +81,14 @@ class FactsOfSteps:
                 }
             ]
         }
-        # First what parameters do that is not usual: new ones, of which the first values count, as gradients tell
-        # nothing of these, and those that this rank leaves out.
-        unusual: dict[bool, dict[str, Any]] = {}
-        new = dict(chain.from_iterable(member.unverified_params.items() for member, _ in self._members))
-        for name, value in digests(new).items() if new else ():
-            unusual.setdefault(is_expert(new[name]), {})[f"the first value of {name!r}"] = value
+        # First the parameters that this rank leaves out.
+        left_out: dict[bool, dict[str, Any]] = {}
         for (member, _), own in zip(self._members, collected, strict=True):
             for name, param in member.absent(own).items():
-                unusual.setdefault(is_expert(param), {})[f"the reason to leave {name!r} out of the step"] = _LEFT_OUT
+                left_out.setdefault(is_expert(param), {})[f"the reason to leave {name!r} out of the step"] = _LEFT_OUT
         options, may_differ = self._options(), any(member.replicas_may_differ for member, _ in self._members)
         for experts in (False, True):  # replicas that may differ say no more than that
-            facts[experts] = [{"replicas_may_differ": may_differ, **unusual.get(experts, {})}]
+            facts[experts] = [{"replicas_may_differ": may_differ, **left_out.get(experts, {})}]
         if not may_differ:
             self._find_groups()
             counts = {

@@ -35,7 +35,6 @@ class StepMember:
         is_lent: whether the wrapped optimizer holds its main params just now, outside of a step.
         grads: what collects its gradients.
         captured: steps of it that graphs hold.
-        unverified_params: by name, parameters that GradSync reduces and whose first values no rank has compared yet.
 
     Args:
         optimizer: the wrapped one; its ``param_groups`` and ``state`` are live.
@@ -72,8 +71,6 @@ class StepMember:
         self.is_lent = False
         self.captured: WeakSet[CapturedStep] = WeakSet()
         self.chain: ref[object] | None = None
-        self.unverified_params: dict[str, nn.Parameter] = {}
-        self._compares = grad_sync is not None and grad_sync.compares_replicas and not replicas_may_differ
         self.grads = ReadyGrads(
             groups, device, grad_sync, sharded=main_params.is_sharded, replicas_may_differ=replicas_may_differ
         )
@@ -107,8 +104,6 @@ class StepMember:
                         else value
                         for key, value in state[param.model].items()
                     }
-                if self._compares:
-                    self.unverified_params[param.name] = param.model
             self.update.create_states(param_groups[unit.group], new)
 
     def require_not_lent(self, call: str) -> None:

@@ -187,8 +187,6 @@ class StepRecipe:
         # Before the loss scale changes: a step that is refused here leaves it as it was. In a capture nothing is known.
         capturing = is_capturing(self.device)
         agreed = None if capturing else self.errors.raise_agreed(stats.vector)
-        for member in self.members:  # only now: after a step that was refused, the next one compares these values again
-            member.unverified_params.clear()
         self._observe(agreed, self.overflows.record(collected, stats, decision.found_inf, scaler, capturing=capturing))
         # Observers may raise, too, so that the scale, which is state, changes after them.
         with span("megascale.rescale"):

@@ -28,7 +28,7 @@ from megascale.kernels import REPLICA_TOLERANCE
 from megascale.step.grad_stats import contrast_coefficients
 from tests.meshes import group_among, mesh_of
 from tests.pool import RankPool
-from tests.training import Bag, Tiny, bits_equal, grad_of, model, same_bits, set_grads, snapshot
+from tests.training import Bag, Tiny, grad_of, model, same_bits, set_grads, snapshot
 
 
 def _wrapped(module: nn.Module, **options: Any) -> MixedPrecisionOptimizer:
@@ -433,54 +433,3 @@ def test_coefficients_tell_every_part_of_the_ranks_apart() -> None:
         parts += [drawn[start::2] for start in range(2)]
         assert all(abs(math.fsum(part)) > REPLICA_TOLERANCE for part in parts if len(part) < num_ranks)
     assert contrast_coefficients(1) == (0.0,)
-
-
-def _thawed(differ: bool, vouched: bool) -> tuple[str, bool, bool]:
-    torch.manual_seed(0)
-    bag = Bag([torch.randn(4, 4), torch.randn(9)])
-    bag[1].requires_grad_(False)
-    sync = GradSync([("params.0", bag[0])])
-    inner = torch.optim.AdamW(bag.named_parameters(), lr=1e-2)
-    optimizer = MixedPrecisionOptimizer(inner, grad_sync=sync, replicas_may_differ=vouched)
-
-    def step() -> bool:
-        optimizer.zero_grad()
-        torch.stack([param.square().sum() for param in bag.params]).sum().backward()
-        return bool(optimizer.step().success)
-
-    step()
-    if differ and dist.get_rank() == 1:
-        bag[1].data.add_(1e-3)
-    bag[1].requires_grad_(True)
-    sync.add([("params.1", bag[1])])
-    before = [param.detach().clone() for param in bag.params]
-    said = ""
-    for _ in range(2):
-        try:
-            step()
-        except UsageError as error:
-            said = str(error)
-    unchanged = all(bits_equal(param.detach(), value) for param, value in zip(bag.params, before, strict=True))
-    if said:
-        dist.broadcast(bag[1].data, 0)
-    return said, unchanged, step() and _is_alike(bag[1])
-
-
-def _is_alike(param: torch.Tensor) -> bool:
-    gathered = [torch.zeros_like(param.data) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, param.detach())
-    return all(bits_equal(gathered[0], other) for other in gathered)
-
-
-def test_first_values_of_a_parameter_added_later_are_compared(ranks: RankPool) -> None:
-    """A parameter that is unfrozen and given to GradSync.add() is one of the replicas from then on: other values on
-    one rank are named on every rank, at each step until they are the same, and no bit has changed.
-    """
-    for said, unchanged, alike in ranks.run(2, _thawed, True, False):
-        assert "the first value of 'params.1' is " in said
-        assert unchanged
-        assert alike
-    for said, unchanged, alike in ranks.run(3, _thawed, False, False):
-        assert (said, unchanged, alike) == ("", False, True)
-    for said, unchanged, alike in ranks.run(2, _thawed, True, True):
-        assert (said, unchanged, alike) == ("", False, False)
