@@ -287,7 +287,6 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         Weights written in place through torch (``load_state_dict``, ``copy_``) are detected at the next step without
         this call; writes through ``param.data`` or raw memory are not.
         """
-        require_values(self.device)
         for member in self.recipe.members:
             member.sync_from_model()
             for param in member.main_params:
@@ -307,7 +306,6 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         Raises MainParamOverflowError or UsageError, on every rank alike with nothing rounded, for a main param that
         rounds to inf in fp16, and between :meth:`offload` and :meth:`reload`.
         """
-        require_values(self.device)
         with raising_together(self.groups.grad_stats):
             for member in self.recipe.members:
                 member.main_params.residence.require_here("copy_main_params_to_model()")
@@ -370,7 +368,6 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         Such a state dict is for a checkpoint, which saves the weights beside it: ``load_state_dict`` needs fp32.
         ``to_load``: its values are about to be replaced, and may be those that an update has left which failed.
         """
-        require_values(self.device)
         error: Exception | None = None
         try:
             for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -436,7 +433,6 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
     def live_states(self) -> list[LiveState]:
         """Return the live state of each optimizer that steps here, with the model's changes taken over."""
-        require_values(self.device)
         for member in self.recipe.members:
             member.sync_from_model()
         return [part.live_state() for part in self.parts()]

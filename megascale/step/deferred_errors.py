@@ -6,7 +6,7 @@ as soon as it can without waiting: at once where statistics lie in host memory, 
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -78,16 +78,14 @@ class DeferredErrors:
         While a graph is captured nothing can be known: it is called after each replay.
         """
         known = vector.tolist() if self.on_host else known_values(vector, self.view, late=True)
-        if known is not None and known[Statistic.ERRORS] != 0:
-            self._raise_together()
+        if known is not None:
+            self.raise_counted(known)
         return known
 
-    def raise_now(self, vector: Tensor) -> list[float]:
-        """Raise as :meth:`raise_agreed`, at once: the host waits for the device. Returns the statistics."""
-        known: list[float] = vector.tolist()
-        if known[Statistic.ERRORS] != 0:
+    def raise_counted(self, agreed: Sequence[float]) -> None:
+        """Raise on every rank alike if agreed statistics, on the host, count an error."""
+        if agreed[Statistic.ERRORS] != 0:
             self._raise_together()
-        return known
 
     def record(self, error: Exception) -> None:
         """Record an error of this rank after the decision: :meth:`raise_local` or the next step raises it."""

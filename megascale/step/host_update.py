@@ -109,12 +109,16 @@ class HostUpdate(KernelUpdate):
         prepared = super().prepare(
             [self._on_host(pending) if pending.unit.is_on_host else pending for pending in updates]
         )
-        if any(pending.unit.is_on_host and pending.call is None for pending in prepared):
-            raise UsageError(
-                "optimizer_cpu_offload=True cannot run the optimizer's own step(), which step hooks and some "
-                "options need; remove the hooks or the option, or set it False"
-            )
         return [replace(pending, call=one.call) for pending, one in zip(updates, prepared, strict=True)]
+
+    @override
+    def prepare_own_step(self, updates: Sequence[PendingUpdate], why: str) -> list[PendingUpdate]:
+        if any(pending.unit.is_on_host for pending in updates):
+            raise UsageError(
+                f"{type(self.optimizer).__name__} has {why}, or set optimizer_cpu_offload=False; otherwise its own "
+                "step() must run, which is not for main params in host memory"
+            )
+        return super().prepare_own_step(updates, why)
 
     def _on_host(self, pending: PendingUpdate) -> PendingUpdate:
         """Return a unit as the thread updates it, which may read options later: a rate in host memory is copied.
@@ -146,12 +150,7 @@ class HostUpdate(KernelUpdate):
     @override
     def forget_failure(self) -> None:
         self._arrivals.wait()
-        if (failure := self._findings.failure.take()) is not None:
-            call_site.warn(
-                f"an update before this load failed in host memory, {type(failure).__name__}: {failure}; what was "
-                "loaded has replaced all that it may have changed",
-                RuntimeWarning,
-            )
+        self._findings.failure.take()
 
     @override
     def apply(
@@ -182,8 +181,6 @@ class HostUpdate(KernelUpdate):
                 mark_written(pending.unit)
         if not self._overlaps:
             late = self._taken_flags()
-            if (failure := self._findings.failure.take()) is not None:
-                raise InnerStepError(f"the update failed in host memory: {failure}; load a checkpoint") from failure
         return [*rounded, *late]
 
     def _taken_flags(self) -> list[OverflowFlags]:

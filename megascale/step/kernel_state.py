@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megascale.errors import ArgumentError, UsageError
-from megascale.kernels import memory_fault, tensor_fault
+from megascale.kernels import memory_fault
 from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.group_scales import scales_like
 from megascale.main_params.main_param import MainParam
@@ -33,7 +33,6 @@ from megascale.step.compact_state import (
     shape_of,
     with_scales,
 )
-from megascale.step.torch_states import state_of
 from megascale.utils.dtensors import dtensor_like, held
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.transfer import to_device_async
@@ -155,7 +154,7 @@ class KernelState:
         for param, wanted in zip(params, names, strict=True):
             if param.model in here:
                 places = self._kept(param)
-                entry = dict(state_of(self._optimizer, param))
+                entry = dict(self._optimizer.state.get(param.model, {}))
                 given.append(_Given(param, entry, places, list(dict.fromkeys([*wanted, *places]))))
         # All are checked before the first one changes: a refusal leaves the state as it was. And before any is cloned:
         # a value that lies in a segment may come from another device.
@@ -180,7 +179,7 @@ class KernelState:
         for key, entry in state.items():
             first.setdefault(id(entry), key)
         for param, *_ in given:
-            entry = state_of(self._optimizer, param)
+            entry = state.get(param.model, {})
             shown = _showing(entry, self._places[param.model].tensors)
             if first.get(id(entry)) is param.model:
                 entry.clear()
@@ -308,8 +307,5 @@ def rate(options: Mapping[str, Any]) -> float | Tensor:
             f"lr of a param group must be a number, or a tensor of one, got a tensor of shape {tuple(value.shape)} and "
             f"dtype {value.dtype}"
         )
-    fault = tensor_fault(value)
-    if fault is not None:
-        raise ArgumentError(f"lr of a param group {fault}; give it a number, or a tensor of one")
     value = value.detach().reshape(())
     return value.float() if value.dtype in HALF_DTYPES or not value.dtype.is_floating_point else value

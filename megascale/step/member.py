@@ -239,12 +239,9 @@ class StepMember:
             return {}
         everywhere = self.main_params.everywhere
         num_updated = sum(update.grads.num_there + len(update.unit.counted) for update in collected.updates)
-        if not everywhere:
-            if num_updated == sum(map(len, self.main_params.ordered)):
-                return {}
-            everywhere = {param.name: param.model for param in self.main_params}
-        if num_updated == len(everywhere):
+        if num_updated == (len(everywhere) or sum(map(len, self.main_params.ordered))):
             return {}
+        everywhere = everywhere or {param.name: param.model for param in self.main_params}
         present = {id(param.model) for update in collected.updates for param in update.trained()}
         return {name: param for name, param in everywhere.items() if id(param) not in present}
 

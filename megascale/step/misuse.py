@@ -10,15 +10,12 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale.errors import ArgumentError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import LARGEST_SUM_SQUARES, REPLICA_TOLERANCE, Statistic
-from megascale.main_params.main_param import MainParam
 from megascale.step.local_grads import ReplicaSet
-from megascale.utils.dtensors import held
 from megascale.utils.live_objects import objects_of
 
 BUILD_LAST = (
@@ -30,7 +27,6 @@ BUILD_LAST = (
 Statistics = Sequence[float]
 """Agreed statistics as host numbers, by :class:`megascale.kernels.Statistic`."""
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _wrappers: WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[torch.optim.Optimizer]] = WeakKeyDictionary()
 _users: WeakKeyDictionary[MegatronGradScaler, WeakSet[torch.optim.Optimizer]] = WeakKeyDictionary()
 
@@ -67,40 +63,29 @@ def scaler_conflict(
     """Return an error if an optimizer that is not in ``stepping`` would update ``scaler`` too."""
     if scaler is None or scaler.may_be_shared:
         return None
-    users = _users[scaler]
-    if len(users) == len(stepping):
+
+    def others() -> list[torch.optim.Optimizer]:
+        using = [user for user in _users[scaler] if getattr(user, "grad_scaler", None) is scaler]
+        return [user for user in using if all(user is not one for one in stepping)]
+
+    if not others():
         return None
-    gc.collect()
-    for gone in [user for user in users if getattr(user, "grad_scaler", None) is not scaler]:
-        users.discard(gone)
-    others = [user for user in users if all(user is not one for one in stepping)]
-    if not others:
+    gc.collect()  # an optimizer that only a reference cycle keeps counts as dropped
+    if not (found := others()):
         return None
     return UsageError(
-        f"the grad scaler is shared with another {type(others[0]).__name__}, and each of its steps would update the "
+        f"the grad scaler is shared with another {type(found[0]).__name__}, and each of its steps would update the "
         "scale that the other's loss was scaled by; step them as one with ChainedOptimizer([...]), or give each a "
         "scaler of its own (or delete the optimizer that you no longer use)"
     )
 
 
-def require_values(device: torch.device, params: Iterable[MainParam] = ()) -> None:
-    """Raise UsageError where tensors have no values to train: on the meta device, or in a FakeTensorMode.
-
-    Args:
-        device: of the optimizer, which may have been built on parameters of the meta device.
-        params: real ones have no place in a FakeTensorMode, in which new tensors have no memory.
-    """
+def require_values(device: torch.device) -> None:
+    """Raise UsageError for an optimizer that was built on parameters of the meta device: it has nothing to train."""
     if device.type == "meta":
         raise UsageError(
             "the optimizer was built while its parameters were on the meta device, and so are its main params and "
             "state; call module.to_empty(device=...), load or initialise the weights, then build the optimizer"
-        )
-    if torch._C._get_dispatch_mode(_FAKE) is None:
-        return
-    if not all(isinstance(held(param.model), FakeTensor) for param in params):
-        raise UsageError(
-            "a step inside a FakeTensorMode computes nothing, but the optimizer's parameters are real: take the step "
-            "outside it, or build the model and the optimizer inside it"
         )
 
 

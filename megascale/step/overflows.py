@@ -45,31 +45,22 @@ class Losses:
     """References to the losses since the last step. No copy and no read: each is one tensor without its graph.
 
     Attributes:
-        count: how many there were.
+        kept: in their order; None for what is no tensor. At most :data:`MOST_LOSSES` and one.
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self._kept: list[Tensor] = []
+        self.kept: list[Tensor | None] = []
 
-    def add(self, losses: Any) -> None:
-        """Keep a loss, not scaled, of any shape and floating-point dtype, or those of a list or tuple.
-
-        Of what can be gone through only once, nothing is known.
-        """
-        given = [losses] if isinstance(losses, Tensor) else losses
-        if isinstance(given, (list, tuple)) and all(isinstance(loss, Tensor) for loss in given):
-            self.count += len(given)
-            if self.count <= MOST_LOSSES:
-                self._kept += [loss.detach() for loss in given]
-        else:
-            self.count += MOST_LOSSES + 1
+    def add(self, loss: Any) -> None:
+        """Keep a loss, not scaled, of any shape and floating-point dtype. Of a list of losses nothing is known."""
+        if len(self.kept) <= MOST_LOSSES:
+            self.kept.append(loss.detach() if isinstance(loss, Tensor) else None)
 
     def take(self) -> list[Tensor] | None:
         """Return the losses since the last call; None where there was none, or not all of them were kept."""
-        kept = self._kept if 0 < self.count <= MOST_LOSSES else None
-        self.count, self._kept = 0, []
-        return kept
+        kept, self.kept = self.kept, []
+        known = [loss for loss in kept if loss is not None]
+        return known if 0 < len(known) == len(kept) <= MOST_LOSSES else None
 
 
 def non_finite_losses(losses: Sequence[Tensor] | None, rank: int) -> tuple[NonFiniteLoss, ...] | None:
@@ -135,7 +126,7 @@ class LastOverflow(ABC):
 
     def _take_seen(self, params: Callable[[], Iterable[Tensor]]) -> BetweenSteps:
         """Return what was seen since the last call. ``params``: returns those that are trained; asked rarely."""
-        micro_batch = 0 if self.losses.count == 1 else None
+        micro_batch = 0 if len(self.losses.kept) == 1 else None
         grads = None if self.listener is None else self.listener.take()
         modules: list[SeenModule] = []
         if LIVE:

@@ -25,7 +25,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -64,8 +63,6 @@ from megascale.step.update import OverflowFlags
 from megascale.utils.calls import span
 from megascale.utils.collectives import all_gather_object, all_reduce_sum_, raising_together
 from megascale.utils.transfer import is_capturing, to_device_async
-
-_MAIN_PARAMS = attrgetter("main_params")
 
 
 class StepRecipe:
@@ -123,7 +120,6 @@ class StepRecipe:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself."""
-        require_values(self.device)
         if not isinstance(loss, Tensor):
             raise ArgumentTypeError(
                 f"loss must be a tensor with its graph, got {loss!r} of type {type(loss).__name__}; scale what the "
@@ -292,7 +288,8 @@ class StepRecipe:
         except UsageError as caught:
             error = error or caught
         collected, stats = self._measure_and_agree(error, self.clip_grad, scaled=scaled, call="main_grads()")
-        agreed = self.errors.raise_now(stats.vector)
+        agreed = stats.vector.tolist()  # the host waits
+        self.errors.raise_counted(agreed)
         if not has_only_zeros(agreed):  # no gradient at all has every scale
             self._require_sound(agreed, zip((own.params for own in collected), stats.sum_squares, strict=True))
         scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
@@ -412,7 +409,7 @@ class StepRecipe:
 
         All ranks find the first alike. The second may be found by one rank alone, and the others would wait for it.
         """
-        require_values(self.device, chain.from_iterable(map(_MAIN_PARAMS, self.members)))
+        require_values(self.device)
         is_begun = isinstance(self.groups, AssumedAlone) and dist.is_available() and dist.is_initialized()
         if is_begun and dist.get_world_size() > 1:
             raise UsageError(

@@ -9,23 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.errors import StateDictError, UsageError
+from megascale.errors import StateDictError
 from megascale.main_params.main_param import MainParam
 from megascale.utils.dtypes import HALF_DTYPES
 
 PER_PARAMETER = frozenset({"eta", "mu", "mu_product", "step"})
 """State that torch's elementwise optimizers keep once for a parameter, as 0-d tensors; all other has its shape."""
-
-
-def state_of(optimizer: torch.optim.Optimizer, param: MainParam) -> dict[str, Any]:
-    """Return what an optimizer keeps for a parameter. Raises UsageError, naming it, where that is no dict."""
-    state = optimizer.state.get(param.model, {})
-    if not isinstance(state, dict):
-        raise UsageError(
-            f"the optimizer's state of {param.name!r} is a {type(state).__name__}, not a dict; load the state anew, or "
-            "delete it, so that the parameter starts anew"
-        )
-    return state
 
 
 def is_per_element(key: str, value: Tensor, param: Tensor) -> bool:

@@ -24,7 +24,7 @@ from megascale.main_params.main_param import MainParam
 from megascale.rules import BY_KIND, KINDS
 from megascale.step.kernel_state import rate
 from megascale.step.lending import is_narrow, lent
-from megascale.step.torch_states import is_torchs, require_count, state_of, widen
+from megascale.step.torch_states import is_torchs, require_count, widen
 from megascale.step.update import MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import is_cut, to_local
 from megascale.utils.wording import either
@@ -138,7 +138,7 @@ class GeneralUpdate:
         """
 
     def forget_failure(self) -> None:
-        """Warn of what :meth:`raise_failure` would raise, and forget it: all that it may have changed was replaced."""
+        """Forget what :meth:`raise_failure` would raise: all that it may have changed was replaced."""
 
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """Return the updates ready for :meth:`apply`, which must follow before their tensors can change.
@@ -158,7 +158,7 @@ class GeneralUpdate:
         """Raise UsageError, naming it, for state without memory, or that a method made of 16-bit weights."""
         for param in params:
             narrow = param.narrow_state if param.is_copy and not self._is_torchs else None
-            for name, value in state_of(self.optimizer, param).items():
+            for name, value in self.optimizer.state.get(param.model, {}).items():
                 if isinstance(value, Tensor) and (fault := memory_fault(to_local(value))):
                     raise UsageError(f"the optimizer's state[{param.name!r}][{name!r}] {fault}; load the state anew")
                 if narrow is not None and is_narrow(value, param) and name not in narrow:

@@ -101,8 +101,6 @@ def test_options_and_state_change_as_with_torch(change: str, backend: str) -> No
 BAD_OPTIONS: dict[str, tuple[str, Any]] = {
     "rate_of_two": ("lr", torch.tensor([0.1, 0.2])),
     "complex_rate": ("lr", torch.tensor(1j)),
-    "rate_without_memory": ("lr", torch.tensor(0.1, device="meta")),
-    "sparse_rate": ("lr", torch.tensor([0.1]).to_sparse()),
     "text_rate": ("lr", "0.1"),
     "no_rate": ("lr", None),
     "text_decay": ("weight_decay", "0.1"),
@@ -112,7 +110,7 @@ BAD_OPTIONS: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.default("no_rate", "sparse_rate", "text_rate", "rate_without_memory")
+@pytest.mark.default("no_rate", "text_rate")
 @pytest.mark.native
 @pytest.mark.parametrize("bad", BAD_OPTIONS)
 def test_option_of_a_wrong_type_is_refused(bad: str) -> None:

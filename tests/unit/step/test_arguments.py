@@ -344,13 +344,9 @@ def test_an_optimizer_built_on_meta_parameters_trains_nothing(dtype: torch.dtype
     inner = kind(module.named_parameters(), lr=0.1)
     early = wrapped(inner)
     for _ in range(2):
-        calls = {
+        calls: dict[Any, tuple[Any, ...]] = {
             early.step: (),
-            early.scale_loss: (torch.ones(()),),
-            early.state_dict: (),
             early.load_state_dict: ({},),
-            early.reload_model_params: (),
-            early.live_states: (),
         }
         for call, arguments in calls.items():
             with pytest.raises(UsageError, match=r"built while its parameters were on the meta .*to_empty\(device"):

@@ -159,12 +159,11 @@ def test_a_parameter_that_no_module_waits_for() -> None:
 
 @pytest.mark.parametrize("way", [WAIT, OVERLAP])
 def test_an_update_that_fails(way: dict[str, Any]) -> None:
-    """What goes wrong in the thread is raised: at once, or at the next step where step() does not wait."""
+    """What goes wrong in the thread is raised at the next step."""
     module, optimizer = _build(way)
     _step(module, optimizer, 0)
     with _failing(optimizer):
-        if way is OVERLAP:
-            _step(module, optimizer, 1)
+        _step(module, optimizer, 1)
         with pytest.raises(InnerStepError, match="broken"):
             _step(module, optimizer, 2)
 
@@ -203,8 +202,7 @@ def test_no_state_of_a_failed_update_is_saved_in_silence(tmp_path: Path) -> None
     with pytest.raises(InnerStepError, match="broken"):
         save(tmp_path, 2, module, optimizer)
     module, optimizer = _failed()
-    with pytest.warns(RuntimeWarning, match="an update before this load failed in host memory, ValueError: broken"):
-        load(tmp_path, module, optimizer)
+    load(tmp_path, module, optimizer)
     assert same_values(optimizer.state_dict(), whole)
     _step(module, optimizer, 2)
 
@@ -332,7 +330,7 @@ def test_an_own_step_is_refused_in_host_memory() -> None:
     module, optimizer = _build(WAIT)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     hook = optimizer.optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(UsageError, match=r"cannot run the optimizer's own step\(\)"):
+    with pytest.raises(UsageError, match=r"its own step\(\) must run"):
         _step(module, optimizer, 0)
     assert same_values(module.state_dict(), before)
     hook.remove()

@@ -211,7 +211,7 @@ def test_an_exception_leaves_everything_as_it_was(cell: Cell, remainders: bool, 
     """An exception of one rank's body: all ranks put back what they held, and raise; the next step works."""
     for culprits in [(0,)] if cell.world_size == 1 else [(1,), (0, 1)]:
         told = ranks.run(cell.world_size, _exception, cell, remainders, culprits)
-        for rank, (kind, message, kept, success) in enumerate(told):
+        for kind, message, kept, success in told:
             assert kept
             assert success
             assert "out of paper" in message
