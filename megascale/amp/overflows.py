@@ -117,8 +117,7 @@ class ScalerOverflows(LastOverflow):
         if self._own is not None and self._own.step == record.step:
             return
         entries = tuple(self._entries()) if grads_are_there else ()
-        num_grads = sum(param.grad is not None for param in self._params())
-        self._tell(record.step, scale, record.seen, entries, num_grads)
+        self._tell(record.step, scale, record.seen, entries)
 
     @property
     @override

@@ -127,22 +127,17 @@ def check_grad_scaler(grad_scaler: Any) -> None:
 
 
 def _check_meta(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ArgumentError if some parameters have values while others, or state, are on the meta device.
+    """Raise ArgumentError if some parameters have values while others are on the meta device.
 
     All parameters on the meta device are no error: so an optimizer's memory can be estimated.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if all(param.is_meta for param in params):
-        return
-    for position, param in enumerate(params):
-        tensors = [("", param), *optimizer.state.get(param, {}).items()]
-        lost = next((key for key, value in tensors if isinstance(value, Tensor) and value.is_meta), None)
-        if lost is not None:
-            what = f"state {lost!r} of the {type(optimizer).__name__}'s parameter" if lost else "parameter"
-            raise ArgumentError(
-                f"{what} {position} (of {len(params)}) is on the meta device and has no values; call "
-                "module.to_empty(device=...), load or initialise the weights, then build both optimizers"
-            )
+    position = next((index for index, param in enumerate(params) if param.is_meta), None)
+    if position is not None and not all(param.is_meta for param in params):
+        raise ArgumentError(
+            f"parameter {position} (of {len(params)}) is on the meta device and has no values; call "
+            "module.to_empty(device=...), load or initialise the weights, then build both optimizers"
+        )
 
 
 def _check_offload(optimizer: torch.optim.Optimizer) -> None:

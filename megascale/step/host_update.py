@@ -166,17 +166,14 @@ class HostUpdate(KernelUpdate):
             return [*rounded, *late]
         travelled = self._send_numbers(there, decision)
         # All updates are started before the first one is awaited: the thread works while the next gradients travel.
-        awaited = []
         for pending in there:
-            trained = list(pending.trained())
-            self._arrivals.start(trained, self._task(pending, travelled))
-            waits = not self._overlaps or self._arrivals.unawaited(trained)
+            self._arrivals.start(list(pending.trained()), self._task(pending, travelled))
             if self._overlaps:  # starts the gather of a sharded unit, behind the arrival of its weights
                 mark_written(pending.unit)
-            if waits:
-                awaited.append(pending)
-        for pending in awaited:
-            self._arrivals.wait_for(param.model for param in pending.trained())
+        for pending in there:
+            trained = list(pending.trained())
+            if not self._overlaps or self._arrivals.unawaited(trained):
+                self._arrivals.wait_for(param.model for param in trained)
             if not self._overlaps:
                 mark_written(pending.unit)
         if not self._overlaps:

@@ -138,7 +138,6 @@ class OverflowReport:
         module: in which inf or NaN appeared first, while :func:`megascale.debug.watch` watched the model; else None.
         losses: those that ``scale_loss()`` was given in this step, and that were inf or NaN: of all ranks where
             ``all_ranks``, else of this one. None: unknown, because the loss was scaled in another way.
-        only_nan: whether each gradient of the step held NaN, and none inf; the last one in forward nothing else.
         at_the_step: of this rank, where it tells of gradients before the reduction: entries of those that the step got.
     """
 
@@ -149,7 +148,6 @@ class OverflowReport:
     all_ranks: bool = False
     module: NonFiniteModule | None = None
     losses: tuple[NonFiniteLoss, ...] | None = None
-    only_nan: bool = False
     at_the_step: Entries = ()
 
     @property
@@ -164,33 +162,26 @@ class OverflowReport:
         return True if self.losses is not None and (self.before_reduction or self.all_ranks) else None
 
     @property
-    def _blames_loss(self) -> bool:
-        """Whether the loss was not finite, or nobody knows it and all gradients look like that."""
-        return self.only_nan if self.loss_was_finite is None else not self.loss_was_finite
-
-    @property
     def origin(self) -> OverflowEntry | None:
         """The likely origin: the last entry in the order of forward, because backward carries inf and NaN to the input.
 
-        None where the loss itself was not finite, as known or as gradients of nothing but NaN tell: forward made it,
-        and backward has spread it to every parameter. Of several micro-batches the first counts. The order is taken to
-        be that of the parameters; :func:`megascale.debug.watch` learns the true one.
+        None where the loss itself was not finite: forward made it, and backward has spread it to every parameter. Of
+        several micro-batches the first counts. The order is taken to be that of the parameters;
+        :func:`megascale.debug.watch` learns the true one.
         """
-        if self._blames_loss:
+        if self.loss_was_finite is False:
             return None
         return max(self.entries, key=lambda entry: (-(entry.micro_batch or 0), entry.index), default=None)
 
     @property
     def cause(self) -> str:
         """What is known of the loss, as the end of a sentence; empty if that is nothing."""
-        if not self._blames_loss:
+        if not self.losses or self.loss_was_finite is not False:
             return "the loss was finite" if self.loss_was_finite else ""
         watched = (
             "megascale.debug.watch(model) names the module, last_overflow(gather=True) on every rank also another's"
         )
         search = "" if self.module is not None else f"; {watched}"
-        if not self.losses:
-            return f"all of them hold NaN, so the loss itself was probably inf or NaN{search}"
         more = f" (and {len(self.losses) - 1} more)" if len(self.losses) > 1 else ""
         return f"the loss was {self.losses[0]}{more}, so forward made it{search}"
 
@@ -199,7 +190,7 @@ class OverflowReport:
 
         Where the loss was not finite, that: the parameters are innocent.
         """
-        if self._blames_loss:
+        if self.loss_was_finite is False:
             return f"; {self.cause}"
         found: dict[str, str] = {}
         for entry in sorted(self.entries, key=lambda one: -one.num_non_finite):
@@ -268,7 +259,6 @@ def merged(ranks: Sequence[OverflowReport]) -> OverflowReport:
         all_ranks=True,
         module=first_module(rank.module for rank in ranks),
         losses=losses if are_known else None,
-        only_nan=all(rank.only_nan for rank in ranks),
     )
 
 

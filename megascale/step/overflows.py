@@ -134,14 +134,12 @@ class LastOverflow(ABC):
             modules = [watch.take() for watch in LIVE if watch.has_param_of(ids)]
         return BetweenSteps(grads, modules, self.losses.take(), micro_batch)
 
-    def _tell(self, step: int, scale: float | None, seen: BetweenSteps, at_the_step: Entries, num_grads: int) -> None:
-        """Describe a skipped step, of which ``num_grads`` gradients were there. Waits for the device."""
+    def _tell(self, step: int, scale: float | None, seen: BetweenSteps, at_the_step: Entries) -> None:
+        """Describe a skipped step. Waits for the device."""
         early = None if seen.grads is None else seen.grads()
         if early is None and group_size(self.group) == 1 and not self._may_be_reduced:
             early = at_the_step  # a single rank's gradients are never reduced
         losses = non_finite_losses(seen.losses, own_rank())
-        last = max(at_the_step, key=lambda entry: entry.index, default=None)
-        hold_nan = all(entry.num_nan and entry.num_inf == 0 for entry in at_the_step)
         self._own = OverflowReport(
             step,
             scale,
@@ -149,7 +147,6 @@ class LastOverflow(ABC):
             before_reduction=early is not None,
             module=first_module(first() for first in seen.modules),
             losses=None if self._may_be_reduced and not losses else losses,
-            only_nan=last is not None and len(at_the_step) == num_grads and hold_nan and last.num_nan == last.numel,
             at_the_step=at_the_step,
         )
         self._report = None
@@ -214,11 +211,6 @@ class OverflowRecorder(LastOverflow):
         """
         # Taken at the decision: observers may be told one step later, when the next losses are there.
         seen = self._take_seen(lambda: (param for _, param in self.named_params()))
-        params, weights, num_grads = [], [], 0
-        for own in collected:
-            params.append(own.params)
-            weights.append(own.weights)
-            num_grads += own.grads.num_there
         # The scale before it changes. On an accelerator it must be copied: only if there is a listener.
         scale: Tensor | float | None = 1.0
         if scaler is not None:
@@ -226,11 +218,9 @@ class OverflowRecorder(LastOverflow):
             scale = live.tolist()[0] if self._on_host else None if self.listener is None else live.clone()
         return StepRecord(
             None if capturing else self._members[0].counter.taken,
-            params,
-            weights,
-            num_grads,
+            [own.params for own in collected],
+            [own.weights for own in collected],
             stats.non_finite,
-            stats.sum_squares,
             stats.vector,
             found_inf,
             scaler,
@@ -265,7 +255,6 @@ class OverflowRecorder(LastOverflow):
             float(record.scale.tolist()[0]) if isinstance(record.scale, Tensor) else record.scale,
             record.seen,
             tuple(self._entries(record, grads_are_there)),
-            record.num_grads,
         )
 
     def _entries(self, record: StepRecord, grads_are_there: bool) -> Iterator[OverflowEntry]:
