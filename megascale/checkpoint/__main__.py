@@ -44,7 +44,6 @@ def _run(arguments: list[str]) -> int:
     )
     parser.add_argument("--optimizer", action="store_true", help="the optimizer's state too")
     parser.add_argument("--overwrite", action="store_true", help="replace the file")
-    parser.add_argument("--no-progress", action="store_true", help="no bar on the terminal")
     given = parser.parse_args(arguments)
     path = Path(given.checkpoint)
     if given.out is None:
@@ -52,7 +51,7 @@ def _run(arguments: list[str]) -> int:
             if getattr(given, name):
                 parser.error(f"--{name} says how to write OUT, which is not given")
         if given.step is None and path.is_dir() and not (path / folders.MANIFEST_NAME).is_file():
-            return _list(path, checksums=not given.quick, progress=not given.no_progress)
+            return _list(path, checksums=not given.quick)
         _list_tensors(folders.find(path, given.step))
         return 0
     if given.quick:
@@ -64,17 +63,16 @@ def _run(arguments: list[str]) -> int:
         dtype=DTYPES.get(given.dtype),
         optimizer=given.optimizer,
         overwrite=given.overwrite,
-        progress=not given.no_progress,
     )
     print(written)
     return 0
 
 
-def _list(directory: Path, *, checksums: bool, progress: bool) -> int:
+def _list(directory: Path, *, checksums: bool) -> int:
     """Print a line for each checkpoint. Returns 1 if one is damaged or there is none."""
     print(f"{'step':>10}  {'size':>10}  {'ranks':>5}  state")
     found: list[Listed] = []
-    for one in listing(directory, checksums=checksums, progress=progress):
+    for one in listing(directory, checksums=checksums):
         found.append(one)
         state = f"damaged: {one.damage}" if one.damage and one.step is not None else one.damage or "complete"
         state += ", latest" if one.latest else ""

@@ -22,7 +22,6 @@ from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree
 from megascale.checkpoint.pieces import HostMemory, Place, on_host, pieces_of
-from megascale.checkpoint.progress import progress_bar
 from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
@@ -49,8 +48,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         check_replicas: before each save, compare checksums of tensors that every rank holds whole (parameters, main
             params, optimizer state), and raise if ranks differ, as only the first rank's are saved. Costs one pass over
             them; only checksums are communicated. False: save the first rank's.
-        progress: show a bar, of the first rank's bytes, while a large checkpoint is verified, read, or written in the
-            foreground: on a terminal alone, and if tqdm is installed.
         groups: the ranks that save together; None is the whole world, or this process alone without torch.distributed.
             They must include every rank that holds a part of a DTensor.
 
@@ -66,14 +63,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         keep_last: int | None = None,
         async_save: bool = False,
         check_replicas: bool = True,
-        progress: bool = True,
         groups: Groups = None,
     ) -> None:
         self.directory = Path(directory)
         self.keep_last = None if keep_last is None else validate.integer("keep_last", keep_last, minimum=1)
         self.async_save = validate.flag("async_save", async_save)
         self.check_replicas = validate.flag("check_replicas", check_replicas)
-        self.progress = validate.flag("progress", progress)
         given = ParallelGroups.of(groups)
         # A thread has a group of its own, as its messages must not interleave with those of training.
         self._group = twin_group(given.grad_stats) if self.async_save else host_group(given.grad_stats)
@@ -141,9 +136,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.wait()
         with named("load the checkpoint"), raise_on_all_ranks("remove old checkpoints", self._group):
             self._finish_removals()
-        return load(
-            self.directory, model, optimizer, step=step, strict=strict, progress=self.progress, groups=self._groups
-        )
+        return load(self.directory, model, optimizer, step=step, strict=strict, groups=self._groups)
 
     def latest(self) -> Path | None:
         """Return the complete checkpoint of the highest step, the same on all ranks; None if there is none."""
@@ -234,9 +227,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         group = self._group
         is_first = group_rank(group) == 0
         path = folder / f"rank_{group_rank(group):05d}.safetensors"
-        shown = self.progress and not self.async_save and is_first
-        with progress_bar("saving", sum(tensor.nbytes for tensor in pieces.values()), wanted=shown):
-            files = gathered(f"write {folder}", lambda: write_file(path, pieces, data), group)
+        files = gathered(f"write {folder}", lambda: write_file(path, pieces, data), group)
         with raise_on_all_ranks(f"complete {folder}", group):
             if is_first:
                 replace(manifest, files=dict(ChainMap(*files))).write(folder)
@@ -266,13 +257,10 @@ def save(
     rank_state: Any = None,
     keep_last: int | None = None,
     check_replicas: bool = True,
-    progress: bool = True,
     groups: Groups = None,
 ) -> Path:
     """Save one checkpoint and wait until it is on disk; see :meth:`Checkpointer.save`."""
-    checkpointer = Checkpointer(
-        directory, keep_last=keep_last, check_replicas=check_replicas, progress=progress, groups=groups
-    )
+    checkpointer = Checkpointer(directory, keep_last=keep_last, check_replicas=check_replicas, groups=groups)
     return checkpointer.save(step, model, optimizer, user_state=user_state, rank_state=rank_state)
 
 

@@ -1,6 +1,5 @@
 """Writes a checkpoint of any number of ranks as one file that ``torch.load(weights_only=True)`` reads."""
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from megascale.checkpoint.contents import MAIN_PARAMS, PARAM_NAMES, tree_of
 from megascale.checkpoint.files import PlannedRead
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, join, leaves, unflatten
-from megascale.checkpoint.progress import progress_bar, torch_save
 from megascale.checkpoint.read_targets import ReadTargets
 from megascale.errors import ArgumentTypeError, CheckpointError
 from megascale.utils import validate
@@ -30,7 +28,6 @@ def consolidate(
     dtype: torch.dtype | None = None,
     optimizer: bool = False,
     overwrite: bool = False,
-    progress: bool = True,
 ) -> Path:
     """Write the model's weights, or the whole training state, of a checkpoint into the file ``out``; returns its path.
 
@@ -46,7 +43,6 @@ def consolidate(
         optimizer: False: the file is the model's state dict. True: ``{"model": ..., "optimizer": ..., "step": n}``;
             every optimizer of megascale can load that "optimizer".
         overwrite: replace ``out`` if it exists.
-        progress: show a bar for a large checkpoint, on a terminal alone, and if tqdm is installed.
 
     Raises:
         CheckpointError: no checkpoint there, a file is missing or damaged, ``out`` exists or cannot be written.
@@ -54,7 +50,6 @@ def consolidate(
     """
     validate.flag("optimizer", optimizer)
     validate.flag("overwrite", overwrite)
-    validate.flag("progress", progress)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentTypeError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")
     if step is not None:
@@ -65,21 +60,14 @@ def consolidate(
     with named(f"consolidate {path}"):
         folder = folders.find(Path(path), step)
         manifest = Manifest.read(folder)
-        manifest.verify(folder, progress=progress)
-        parts = ["model", "optimizer"] if optimizer else ["model"]
-        with progress_bar("reading", sum(map(_nbytes, [tree_of(manifest, part) for part in parts])), wanted=progress):
-            weights = _weights(folder, manifest, dtype)
-            content: dict[str, Any] = weights
-            if optimizer:
-                state = _read_nest(folder, manifest, tree_of(manifest, "optimizer"))
-                content = {"model": weights, "optimizer": state, "step": manifest.step}
+        manifest.verify(folder)
+        content = _weights(folder, manifest, dtype)
+        if optimizer:
+            state = _read_nest(folder, manifest, tree_of(manifest, "optimizer"))
+            content = {"model": content, "optimizer": state, "step": manifest.step}
         with atomic_write(target, overwrite=overwrite) as unnamed:
-            torch_save(content, unnamed, wanted=progress)
+            torch.save(content, unnamed)
     return target
-
-
-def _nbytes(tree: Tree) -> int:
-    return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in leaves(tree))
 
 
 def _weights(folder: Path, manifest: Manifest, dtype: torch.dtype | None) -> dict[str, Any]:

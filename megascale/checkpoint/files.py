@@ -6,7 +6,6 @@ has ``key@offset,offset``. Nothing is pickled, and ``safetensors.safe_open`` ope
 """
 
 import json
-import math
 import os
 import struct
 import zlib
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from megascale.checkpoint.manifest import BLOCK_BYTES, DataFile, Manifest, Piece
 from megascale.checkpoint.pieces import Place, bytes_of
-from megascale.checkpoint.progress import advance
 from megascale.errors import CheckpointError
 
 SAFETENSORS = {
@@ -66,7 +64,6 @@ def write_file(path: Path, pieces: Mapping[Place, Tensor], data: Iterable[memory
             for at in range(0, len(data), BLOCK_BYTES):
                 block = memoryview(data)[at : at + BLOCK_BYTES]
                 crc = zlib.crc32(block, crc)  # of bytes that are in the processor's cache for the write
-                advance(len(block))
                 while block:
                     count = stream.write(block)
                     size, block = size + count, block[count:]
@@ -119,11 +116,6 @@ class PlannedRead:
         )
         self._places = {piece: place for piece, place in places if piece in self._wanted}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that `read` reads from files."""
-        return sum(math.prod(sizes) * self._dtypes[key].itemsize for (key, _), (_, _, sizes) in self._places.items())
-
     def read(self) -> None:
         """Fill the targets in place. The additional memory is one saved piece. Raises CheckpointError."""
         with ExitStack() as stack:
@@ -142,7 +134,6 @@ class PlannedRead:
                             "checkpoint"
                         )
                     data = data[count:]
-                    advance(count)
                 for item in self._wanted[key, offsets]:
                     box = tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))
                     self._planner.resolve_tensor(item).detach().copy_(saved[box])

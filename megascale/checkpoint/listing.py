@@ -30,29 +30,28 @@ class Listed:
     latest: bool
 
 
-def listing(directory: Path, *, checksums: bool = True, progress: bool = True) -> Iterator[Listed]:
+def listing(directory: Path, *, checksums: bool = True) -> Iterator[Listed]:
     """Yield the checkpoints in ``directory``, lowest step first, then saves that were killed or are running.
 
     Args:
         directory: of checkpoints.
         checksums: read and compare every byte of every checkpoint. False: only names and sizes of files.
-        progress: as for :func:`consolidate`.
     """
     latest = folders.latest(directory)
     for step, folder in folders.named(directory).items():
-        world_size, damage = _inspected(folder, checksums, progress and checksums)
+        world_size, damage = _inspected(folder, checksums)
         yield Listed(folder, _size(folder), step, world_size, damage, folder == latest)
     for folder in folders.unfinished_saves(directory):
         yield Listed(folder, _size(folder), None, None, "incomplete: still being written, or its writer died", False)
 
 
-def _inspected(folder: Path, checksums: bool, is_shown: bool) -> tuple[int | None, str | None]:
+def _inspected(folder: Path, checksums: bool) -> tuple[int | None, str | None]:
     """Return the number of ranks that saved a checkpoint, and its damage."""
     world_size: int | None = None
     try:
         manifest = Manifest.read(folder)
         world_size = manifest.world_size
-        manifest.verify(folder, checksums=checksums, progress=is_shown)
+        manifest.verify(folder, checksums=checksums)
     except (CheckpointError, OSError) as error:
         return world_size, str(error).removesuffix("; load an earlier checkpoint")
     return world_size, None

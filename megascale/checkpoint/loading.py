@@ -30,7 +30,6 @@ from megascale.checkpoint.contents import (
 from megascale.checkpoint.files import PlannedRead
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, unflatten
-from megascale.checkpoint.progress import progress_bar
 from megascale.checkpoint.read_targets import ReadTargets
 from megascale.errors import CheckpointError, MegascaleError
 from megascale.main_params.shard import ParamShard
@@ -68,7 +67,6 @@ def load(
     *,
     step: int | None = None,
     strict: bool = True,
-    progress: bool = True,
     groups: Groups = None,
 ) -> LoadedCheckpoint:
     """Load a checkpoint into the model and the optimizer; all ranks call it together, at any world size.
@@ -89,7 +87,7 @@ def load(
         step: which checkpoint.
         strict: raise if a name or shape differs, or floating point with integers. False loads what fits and lists
             the rest in ``skipped``.
-        progress, groups: as for :class:`Checkpointer`.
+        groups: as for :class:`Checkpointer`.
 
     Raises:
         CheckpointError: no checkpoint there, a file is missing or damaged, or it does not fit the model.
@@ -100,19 +98,17 @@ def load(
         with raise_on_all_ranks("load the checkpoint", group):
             check_types(model, optimizer)
             validate.flag("strict", strict)
-            validate.flag("progress", progress)
             if step is not None:
                 validate.integer("step", step, minimum=0)
         folder = _found_together(Path(path), step, group)
         with raise_on_all_ranks(f"read the manifest of {folder}", group):
             manifest = Manifest.read(folder)
-        is_shown = progress and group_rank(group) == 0
         with raise_on_all_ranks(f"verify {folder}", group):
-            manifest.verify(folder, part=group_rank(group), parts=group_size(group), progress=is_shown)
+            manifest.verify(folder, part=group_rank(group), parts=group_size(group))
         found: list[_Staged] = []
 
         def stage() -> bool:
-            found.append(_stage(folder, manifest, model, optimizer, strict, is_shown, group))
+            found.append(_stage(folder, manifest, model, optimizer, strict, group))
             return found[0].in_place is not None
 
         # A rank that owns nothing reads nothing in place, and must take part where others do.
@@ -121,7 +117,7 @@ def load(
         skipped = list(staged.problems)
         if optimizer is not None and staged.optimizer_state is not None:
             if is_in_place:
-                _load_in_place(folder, optimizer, staged.optimizer_state, staged.in_place, strict, is_shown, group)
+                _load_in_place(folder, optimizer, staged.optimizer_state, staged.in_place, strict, group)
             else:  # validates all of it, on all ranks, before it changes anything
                 optimizer.load_state_dict(staged.optimizer_state, strict=strict)
             if not strict:
@@ -171,7 +167,6 @@ def _stage(
     model: nn.Module,
     optimizer: SavedOptimizer | None,
     strict: bool,
-    is_shown: bool,
     group: ProcessGroup | None,
 ) -> _Staged:
     """Read the requested parts into new tensors, and plan the reads in place.
@@ -202,9 +197,7 @@ def _stage(
         templates.update(destination.templates(tree))
     in_place = {key: template for key, template in templates.items() if template is destination.live.get(key)}
     new = {key: templates[key] for key in templates.keys() - in_place.keys()}
-    planned = PlannedRead(folder, manifest, new)
-    with progress_bar("reading", planned.nbytes, wanted=is_shown):
-        planned.read()
+    PlannedRead(folder, manifest, new).read()
     remainders.decode_(folder, manifest, templates)
     nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
     if optimizer is not None:
@@ -254,15 +247,13 @@ def _load_in_place(
     state_dict: dict[str, Any],
     in_place: PlannedRead | None,
     strict: bool,
-    is_shown: bool,
     group: ProcessGroup | None,
 ) -> None:
     """Fill the live shards, then load the rest into the optimizer. ``in_place``: None on a rank that has no shard."""
     try:
         with raise_on_all_ranks(f"read {folder}", group):
             if in_place is not None:
-                with progress_bar("reading", in_place.nbytes, wanted=is_shown):
-                    in_place.read()
+                in_place.read()
         optimizer.load_state_dict(state_dict, strict=strict)
     except MegascaleError as error:
         raise CheckpointError(

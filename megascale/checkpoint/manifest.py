@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from megascale.checkpoint.directory import MANIFEST_NAME
 from megascale.checkpoint.nest import Tree, leaves
-from megascale.checkpoint.progress import advance, progress_bar
 from megascale.errors import CheckpointError
 
 FORMAT = 3
@@ -143,26 +142,22 @@ class Manifest:
                 )
         return Metadata(dict(stored))
 
-    def verify(
-        self, folder: Path, *, part: int = 0, parts: int = 1, checksums: bool = True, progress: bool = True
-    ) -> None:
+    def verify(self, folder: Path, *, part: int = 0, parts: int = 1, checksums: bool = True) -> None:
         """Check size and checksum (or only size) of every ``parts``-th file, beginning with the ``part``-th.
 
         Raises:
             CheckpointError: one is missing or differs; the message names it.
         """
-        files = sorted(self.files.items())[part::parts]
-        with progress_bar(f"verifying {folder.name}", sum(file.size for _, file in files), wanted=progress):
-            for name, expected in files:
-                path = folder / name
-                if not path.is_file():
-                    raise CheckpointError(f"{path} is missing; load an earlier checkpoint")
-                if (size := path.stat().st_size) != expected.size:
-                    raise CheckpointError(
-                        f"{path} has {size} bytes, {expected.size} were written; load an earlier checkpoint"
-                    )
-                if checksums and _crc32_of(path) != expected.crc32:
-                    raise CheckpointError(f"{path} is damaged: its checksum does not fit; load an earlier checkpoint")
+        for name, expected in sorted(self.files.items())[part::parts]:
+            path = folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; load an earlier checkpoint")
+            if (size := path.stat().st_size) != expected.size:
+                raise CheckpointError(
+                    f"{path} has {size} bytes, {expected.size} were written; load an earlier checkpoint"
+                )
+            if checksums and _crc32_of(path) != expected.crc32:
+                raise CheckpointError(f"{path} is damaged: its checksum does not fit; load an earlier checkpoint")
 
 
 def _is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
@@ -189,5 +184,4 @@ def _crc32_of(path: Path) -> int:
     with open(path, "rb", buffering=0) as stream:
         while block := stream.read(BLOCK_BYTES):
             crc = zlib.crc32(block, crc)
-            advance(len(block))
     return crc

@@ -34,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lenient", action="store_true", help="take the nearest scaler state where none continues the peer's exactly"
     )
-    parser.add_argument(
-        "--no-progress", action="store_true", help="no bar on the terminal while a large file is written"
-    )
     parser.add_argument("--dry-run", action="store_true", help="say what would be written; write nothing")
 
 
@@ -50,7 +47,6 @@ def run(given: argparse.Namespace) -> int:
         index=given.index,
         strict=not given.lenient,
         scaler_only=given.scaler_only,
-        progress=not given.no_progress,
     )
     print(converted.report())
     print("nothing written: dry run" if given.dry_run else f"written     {given.destination}")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megascale.checkpoint.progress import torch_save
+import torch
+
 from megascale.errors import InteropError
 from megascale.interop.formats import AUTO, format_of
 from megascale.interop.loading import find_scaler
@@ -56,7 +57,6 @@ def convert(
     index: int | None = None,
     strict: bool = True,
     scaler_only: bool = False,
-    progress: bool = True,
 ) -> Conversion:
     """Read another system's checkpoint and write megascale's state dict, for ``torch.load(weights_only=True)``.
 
@@ -66,7 +66,6 @@ def convert(
         names: the parameters' names, in the order of the optimizer's parameters, flat or by param group. None: as the
             checkpoint records them, or found by comparison with the weights; InteropError if neither is possible.
         scaler_only: leave out main params and optimizer state.
-        progress: show a bar while a large file is written, on a terminal alone, and if tqdm is installed.
 
     Raises:
         InteropError: ``source`` cannot be read or mapped faithfully, or ``destination`` exists or cannot be written.
@@ -74,7 +73,6 @@ def convert(
     """
     validate.flag("strict", strict)
     validate.flag("scaler_only", scaler_only)
-    validate.flag("progress", progress)
     target = None if destination is None else Path(destination)
     if target is not None and target.exists():
         raise InteropError(f"{target} exists already; choose another file, or remove it")
@@ -91,7 +89,7 @@ def convert(
     if target is not None:
         try:
             with atomic_write(target, overwrite=False) as unnamed:
-                torch_save(converted.state_dict, unnamed, wanted=progress)
+                torch.save(converted.state_dict, unnamed)
         except (OSError, RuntimeError) as error:
             raise InteropError(f"{target} cannot be written: {error}") from error
     return converted

@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megascale import MixedPrecisionOptimizer
-from megascale.checkpoint import Checkpointer, load, progress, save
+from megascale.checkpoint import Checkpointer, load, save
 from megascale.errors import ArgumentTypeError, CheckpointError, RankError
 from megascale.utils.collectives import twin_group
 from tests.checkpoint_cases import build, differences, message_of, state_of, train
 from tests.pool import RankPool
-from tests.terminal import terminal
 
 
 def _build_ddp(seed: int) -> tuple[nn.Module, MixedPrecisionOptimizer]:
@@ -191,18 +190,3 @@ def test_ranks_that_have_parted_are_named(ranks: RankPool, tmp_path: Path, async
     for message, saved in ranks.run(2, _parted, tmp_path, asynchronous):
         assert "ranks hold other values of 'model/bias': the replicas have diverged" in message
         assert saved == ["step_00000001", "step_00000003"]
-
-
-def _bars(directory: Path) -> str:
-    model, optimizer = build(0)
-    with pytest.MonkeyPatch.context() as patch, terminal() as shown:
-        patch.setattr(progress, "LEAST_BYTES", 1)
-        save(directory, 1, model, optimizer)
-        load(directory, model, optimizer)
-        return shown()
-
-
-def test_first_rank_alone_shows_bars(ranks: RankPool, tmp_path: Path) -> None:
-    """All ranks of one host share its terminal."""
-    first, second = ranks.run(2, _bars, tmp_path)
-    assert ("saving:" in first, "reading:" in first, second) == (True, True, "")
