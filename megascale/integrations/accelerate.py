@@ -22,10 +22,11 @@ from megascale.integrations.accelerate_checks import (
     check_engine,
     check_fits,
     check_precision,
+    two_with_one_scale,
     unscaled_beside_scaled,
 )
 from megascale.integrations.accelerate_prepared import PreparedOptimizer, UnshardedOptimizer
-from megascale.integrations.accelerate_scaling import ScaledIteration, ScaledOptimizer, SkipOnDevice, reduce_in_fp32
+from megascale.integrations.accelerate_scaling import ScaledOptimizer, SkipOnDevice, reduce_in_fp32
 from megascale.integrations.replaced import replaced
 from megascale.utils import validate
 
@@ -43,7 +44,7 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         args, kwargs: for ``accelerate.Accelerator``.
-        grad_scaler: a :class:`megascale.amp.GradScaler` in place of torch's, for torch optimizers with
+        grad_scaler: a :class:`megascale.amp.GradScaler` in place of torch's, for a torch optimizer with
             ``mixed_precision="fp16"``: fp32 parameters, autocast. It also works on a CPU, where Accelerate alone trains
             in fp32.
 
@@ -53,8 +54,6 @@ class Accelerator(accelerate.Accelerator):
 
     _bare_models = False
     _is_adopted = False
-    _iteration: ScaledIteration | None = None
-    _clipped: list[Tensor] | None = None  # Accelerate's clipping unscales only for optimizers of these
 
     def __init__(self, *args: Any, grad_scaler: GradScaler | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,12 +113,14 @@ class Accelerator(accelerate.Accelerator):
         elif isinstance(optimizer, UnshardedOptimizer):
             check_engine(self, "MixedPrecisionOptimizer")
             prepared = PreparedOptimizer(optimizer)
-        elif self._iteration is not None:
+        elif isinstance(self.scaler, GradScaler):
+            if any(isinstance(other, ScaledOptimizer) for other in self._optimizers):
+                raise two_with_one_scale(optimizer)
             params = (param for group in optimizer.param_groups for param in group["params"])
             remedy = "use mixed_precision='no' and a MixedPrecisionOptimizer, or keep the weights in fp32"
             check_autocast(params, "mixed_precision='fp16'", remedy)
             placement = self.device_placement if device_placement is None else device_placement
-            prepared = ScaledOptimizer(optimizer, self._iteration, device_placement=placement)
+            prepared = ScaledOptimizer(optimizer, self.scaler, device_placement=placement)
         else:
             if any(prepared.optimizer.grad_scaler is not None for prepared in self._ours()):
                 raise unscaled_beside_scaled(optimizer)
@@ -139,16 +140,11 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, *, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> None:
         """Scale the loss, by the grad scaler and the number of accumulation steps, and run backward.
 
-        With a :class:`megascale.amp.GradScaler` the scale is updated once per iteration: when all prepared optimizers
-        have stepped, or else, as for the two losses of a GAN, before the next backward.
-
         Args:
             loss: the unscaled loss.
             optimizer: selects the grad scaler; needed if several prepared optimizers have their own scalers.
             kwargs: for ``loss.backward``.
         """
-        if self._iteration is not None:
-            self._iteration.begin_backward()
         scaling = [prepared for prepared in self._ours() if prepared.optimizer.grad_scaler is not None]
         if optimizer is not None:
             scaling = [prepared for prepared in scaling if optimizer in (prepared, prepared.optimizer)]
@@ -180,8 +176,7 @@ class Accelerator(accelerate.Accelerator):
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         prepared = self._optimizer_of(params)
         if prepared is None:
-            with replaced(self, "_clipped", params):
-                norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type=norm_type)
+            norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type=norm_type)
             return norm
         if norm_type != 2:
             raise ArgumentError(f"norm_type must be 2 with a {type(prepared.optimizer).__name__}, got {norm_type!r}")
@@ -198,16 +193,15 @@ class Accelerator(accelerate.Accelerator):
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         prepared = self._optimizer_of(params)
         if prepared is None:
-            with replaced(self, "_clipped", params):
-                super().clip_grad_value_(params, clip_value)
+            super().clip_grad_value_(params, clip_value)
         else:
             prepared.clip_grad_value_(clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients of torch optimizers under fp16 autocast.
 
-        With a :class:`megascale.amp.GradScaler`, those that are scaled still: clipping for one optimizer after another
-        divides no gradient twice.
+        With a :class:`megascale.amp.GradScaler`, if they are scaled still: clipping by norm, then by value, divides no
+        gradient twice.
 
         Raises:
             UsageError: if gradients belong to an optimizer with its own scaler: they stay scaled, as fp16 would lose
@@ -224,8 +218,8 @@ class Accelerator(accelerate.Accelerator):
                     f"the gradients of a {type(prepared.optimizer).__name__} stay scaled; clip them with "
                     "accelerator.clip_grad_norm_() or clip_grad_value_(), which know the scale"
                 )
-        if optimizer is None and self._iteration is not None:
-            optimizer = self._iteration.scaled(self._clipped)
+        if optimizer is None:
+            optimizer = [one for one in chosen if not (isinstance(one, ScaledOptimizer) and one.is_unscaled)]
         super().unscale_gradients(optimizer)
 
     def save_state(
@@ -248,13 +242,7 @@ class Accelerator(accelerate.Accelerator):
                 "memory that they share; leave it out, and export weights with accelerator.save_model()"
             )
         safe = not self._reducing_optimizers() if safe_serialization is None else safe_serialization
-        self._finish_iteration()
         return super().save_state(output_dir, safe, **save_model_func_kwargs)
-
-    def load_state(self, input_dir: str | None = None, *args: Any, **load_model_func_kwargs: Any) -> Any:
-        """Load everything that was prepared; see ``accelerate.Accelerator.load_state``."""
-        self._finish_iteration()
-        return super().load_state(input_dir, *args, **load_model_func_kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's state dict, each tensor with its own memory; see ``accelerate.Accelerator``."""
@@ -275,13 +263,7 @@ class Accelerator(accelerate.Accelerator):
                 "MixedPrecisionOptimizer, which brings its own"
             )
         self.scaler = grad_scaler
-        self._iteration = ScaledIteration(grad_scaler)
         self.native_amp = True
-
-    def _finish_iteration(self) -> None:
-        """Update the scale after steps of some of the prepared optimizers."""
-        if self._iteration is not None:
-            self._iteration.finish()
 
     def _ours(self) -> list[PreparedOptimizer]:
         return [prepared for prepared in self._optimizers if isinstance(prepared, PreparedOptimizer)]

@@ -109,6 +109,15 @@ def check_autocast(params: Iterable[Tensor], setting: str, remedy: str) -> None:
         )
 
 
+def two_with_one_scale(optimizer: torch.optim.Optimizer) -> UsageError:
+    """Return the error for a second torch optimizer, whose gradients the first one's update would leave scaled."""
+    return UsageError(
+        f"a {type(optimizer).__name__} would be the second optimizer of one grad_scaler, which updates its scale after "
+        "the step of each: put all parameters into one optimizer, or wrap each in a MixedPrecisionOptimizer with a "
+        "scaler of its own, with mixed_precision='no' and torch.autocast around forward"
+    )
+
+
 def unscaled_beside_scaled(optimizer: torch.optim.Optimizer) -> UsageError:
     """Return the error for a torch optimizer beside one of ours that scales the loss."""
     return UsageError(

@@ -300,6 +300,7 @@ WITHOUT: dict[str, Any] = {"mixed_precision": "fp16"}
         (partial(_second, "scaled", "plain"), "wrap it"),
         (partial(_second, "plain", "scaled"), "wrap it"),
         (partial(_second, "none", "scaled", **WITH_SCALER), "mixed_precision='no'"),
+        (partial(_second, "plain", "plain", **WITH_SCALER), "second optimizer of one grad_scaler"),
         (partial(_second, "none", "half", **WITH_SCALER), "mixed_precision='fp16' means autocast over"),
         (partial(_second, "none", "scaled", **WITHOUT), "use mixed_precision='no'"),
         (partial(_second, "none", "scaled fp32", **WITHOUT), "use mixed_precision='no'"),
@@ -400,67 +401,6 @@ def test_grad_scaler_and_autocast_equal_torchs_own_loop(inner: str, tmp_path: Pa
     scaler.load_state_dict(GradScaler("cpu").state_dict())
     accelerator.load_state(str(tmp_path))
     assert scaler.state_dict() == saved
-
-
-@pytest.mark.parametrize(
-    ("way", "clipped", "inner"),
-    [
-        ("one loss", False, "sgd"),
-        ("two losses", True, "adamw_fused"),
-        ("two losses, accumulated", True, "sgd"),
-        ("two losses, accumulated", False, "adamw_fused"),
-    ],
-)
-def test_two_optimizers_have_one_scale(way: str, clipped: bool, inner: str) -> None:
-    """One of two optimizers overflows: the other's gradients are divided by the scale that has multiplied them.
-
-    With one loss for both; with a loss of each, stepped in turn, as a GAN is; and the same with micro-batches.
-    """
-    micro = 3 if way == "two losses, accumulated" else 1
-    modules, by_hand = [Typed(), Typed()], [Typed(), Typed()]
-    for ours, theirs in zip(modules, by_hand, strict=True):
-        theirs.load_state_dict(ours.state_dict())
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", grad_scaler=scaler, gradient_accumulation_steps=micro)
-    prepared = [accelerator.prepare(INNER[inner](module)) for module in modules]
-    plain = [INNER[inner](module) for module in by_hand]
-    bad = [(0, 1), (1, 4)]  # of the first and of the second optimizer, in these steps
-
-    def loss(module: Any, owner: int, index: int) -> Tensor:
-        with torch.autocast("cpu", torch.float16):
-            return loss_of(module, 100 + index, overflow=False) * (math.inf if (owner, index // micro) in bad else 1.0)
-
-    skips, scales = [], []
-    for index in range(7 * micro):
-        with accelerator.accumulate(*modules):
-            if way == "one loss":
-                accelerator.backward(loss(modules[0], 0, index) + loss(modules[1], 1, index))
-            for owner, (module, optimizer) in enumerate(zip(modules, prepared, strict=True)):
-                if way != "one loss":
-                    accelerator.backward(loss(module, owner, index))
-                if clipped and accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(module.parameters(), 0.1)
-                optimizer.step()
-            if accelerator.sync_gradients:
-                skips.append([optimizer.step_was_skipped for optimizer in prepared])
-                scales.append(scaler.get_scale())
-            for optimizer in prepared:
-                optimizer.zero_grad()
-    assert skips == [[(owner, step) in bad for owner in (0, 1)] for step in range(7)]
-    assert len(set(scales)) > 1
-    for step in range(7):
-        for owner, (module, optimizer) in enumerate(zip(by_hand, plain, strict=True)):
-            if (owner, step) in bad:
-                continue
-            for index in range(step * micro, (step + 1) * micro):
-                (loss(module, owner, index) / micro).backward()
-            if clipped:
-                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, theirs in zip(modules, by_hand, strict=True):
-        for name, value in ours.state_dict().items():
-            torch.testing.assert_close(value, theirs.state_dict()[name], rtol=2e-3, atol=2e-4)  # fp16 in backward
 
 
 def test_a_grad_scaler_that_does_not_fit_is_refused() -> None:
