@@ -8,11 +8,10 @@ from megascale.errors import InteropError
 from megascale.interop import convert
 from megascale.interop.formats import AUTO, FORMATS
 from megascale.interop.named_state import Names
-from megascale.utils.program import non_negative
 
 NAME = "convert"
 HELP = "read another system's checkpoint; write what MixedPrecisionOptimizer.load_state_dict takes"
-AS_TYPED = {"choose one with index=0 ...": "choose one with --index 0 ...", "strict=False takes": "--lenient takes"}
+AS_TYPED: dict[str, str] = {}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="parameter names in the order of the optimizer's parameters: a JSON list, or a list of lists, one for "
         "each param group; or a text file, a name on each line",
     )
-    parser.add_argument(
-        "--index", type=non_negative, help="which scaler, from 0, where a checkpoint holds several that differ"
-    )
     parser.add_argument("--scaler-only", action="store_true", help="leave out main params and optimizer state")
-    parser.add_argument(
-        "--lenient", action="store_true", help="take the nearest scaler state where none continues the peer's exactly"
-    )
     parser.add_argument("--dry-run", action="store_true", help="say what would be written; write nothing")
 
 
@@ -44,8 +37,6 @@ def run(given: argparse.Namespace) -> int:
         None if given.dry_run else given.destination,
         format=given.format,
         names=None if given.model_names is None else read_names(given.model_names),
-        index=given.index,
-        strict=not given.lenient,
         scaler_only=given.scaler_only,
     )
     print(converted.report())

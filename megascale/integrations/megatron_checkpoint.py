@@ -239,11 +239,6 @@ def _plain(option: Any) -> Any:
 
 
 def _check_scaler(saved: Sequence[Any], live: bool) -> None:
-    if any(state != saved[0] for state in saved):
-        raise InteropError(
-            f"the checkpoint's {len(saved)} optimizers have grad scalers of different states, and there is one here; "
-            "load the first, which scaled the loss, into optimizer.grad_scaler, and pass keep_grad_scaler=True"
-        )
     if live and not saved:
         raise InteropError(
             "the checkpoint holds no grad scaler, the optimizer has one; pass keep_grad_scaler=True to go on with the "

@@ -20,7 +20,7 @@ def recognises(source: Source) -> bool:
     return bool(source.files(SCALER, "optimizer.bin"))
 
 
-def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
+def find_scaler(source: Source) -> FoundScaler | None:
     """Return the scaler's state; None if there is no ``scaler.pt``: ``mixed_precision`` was not "fp16"."""
     return torch_amp.find_in_file(source, SCALER, SYSTEM)
 

@@ -43,8 +43,6 @@ class Conversion:
             if found is not None:
                 lines += [f"mapped      {line}" for line in found.mapped]
                 lines += [f"not mapped  {line}" for line in found.not_mapped]
-        if self.scaler is not None:
-            lines += [f"differs     {line}" for line in self.scaler.unfaithful]
         return "\n".join(lines)
 
 
@@ -54,24 +52,21 @@ def convert(
     *,
     format: str = AUTO,
     names: Names | None = None,
-    index: int | None = None,
-    strict: bool = True,
     scaler_only: bool = False,
 ) -> Conversion:
     """Read another system's checkpoint and write megascale's state dict, for ``torch.load(weights_only=True)``.
 
     Args:
-        source, format, index, strict: see :func:`load_scaler_state`.
+        source, format: see :func:`load_scaler_state`.
         destination: the file to write, which must not exist; it appears when it is complete. None: write nothing.
         names: the parameters' names, in the order of the optimizer's parameters, flat or by param group. None: as the
             checkpoint records them, or found by comparison with the weights; InteropError if neither is possible.
         scaler_only: leave out main params and optimizer state.
 
     Raises:
-        InteropError: ``source`` cannot be read or mapped faithfully, or ``destination`` exists or cannot be written.
+        InteropError: ``source`` cannot be read or mapped, or ``destination`` exists or cannot be written.
         ArgumentError, ArgumentTypeError: for an argument out of range.
     """
-    validate.flag("strict", strict)
     validate.flag("scaler_only", scaler_only)
     target = None if destination is None else Path(destination)
     if target is not None and target.exists():
@@ -79,7 +74,7 @@ def convert(
     if target is not None and not target.parent.is_dir():
         raise InteropError(f"{target} cannot be written: there is no folder {target.parent}")
     opened = open_source(source)
-    scaler = find_scaler(opened, format, index, strict=strict)
+    scaler = find_scaler(opened, format)
     with damage_named(opened.where):
         state = None if scaler_only else format_of(opened, format).find_state(opened, names)
     if scaler is None and state is None:

@@ -46,7 +46,7 @@ def checkpoint(source: Source) -> Source:
     return source
 
 
-def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
+def find_scaler(source: Source) -> FoundScaler | None:
     """Return the scaler's state, or None. All ranks' files have the same one: the first file is read.
 
     Raises:

@@ -1,8 +1,7 @@
 """Reads DeepSpeed's flat groups as named tensors: a group's main params end to end, sharded over ranks by ZeRO."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,18 @@ from torch import Tensor
 from megascale.errors import InteropError
 from megascale.interop.deepspeed import MODEL_FILES, OPTIMIZER_FILES, SYSTEM, checkpoint
 from megascale.interop.files import read_file
-from megascale.interop.megatron import named_float16_state
 from megascale.interop.named_state import (
     FoundState,
     Names,
-    by_group,
     check_adam,
     is_torch_state,
     named,
     own,
     step_tensor,
-    weights_in,
 )
-from megascale.interop.naming import REMEDY, check_rounding, names_by_rounding
+from megascale.interop.naming import check_rounding
 from megascale.interop.records import number_of
 from megascale.interop.source import Source
-
-STAY = "model weights, LR schedule, counters and random states stay in the file"
 
 
 @dataclass(frozen=True)
@@ -49,29 +43,29 @@ class FlatGroup:
     main: Tensor
     state: Mapping[str, Any]
     options: Mapping[str, Any]
-    gaps: Sequence[int] = field(default_factory=tuple)
-    padding: int = 0
+    gaps: Sequence[int]
+    padding: int
 
 
 def find_state(source: Source, names: Names | None = None) -> FoundState | None:
-    """Return main params and optimizer state of ZeRO stage 1 and 2, or of DeepSpeed's optimizers without ZeRO.
+    """Return main params and optimizer state of ZeRO stage 1 and 2, which records names and shapes.
 
-    Names and shapes are recorded by ZeRO. Without it they are the model's own, in its order, if there is one group.
-    In both cases the model's 16-bit weights must be their rounded main params, bit for bit.
+    The model's 16-bit weights must be their rounded main params, bit for bit.
 
     Raises:
         InteropError: it cannot be read or mapped, with the reason.
     """
     where, model = _model(source)
     shards = _shards(source)
-    if shards:
-        if names is not None:
-            raise InteropError(f"{where} records the parameters' names, which ZeRO needs; give none")
-        found = _unflatten(_zero_groups(shards, model, where), where)
-    elif isinstance(saved := model.get("optimizer"), Mapping):
-        found = _without_zero(saved, model, names, where)
-    else:
+    if not shards and isinstance(model.get("optimizer"), Mapping):
+        raise InteropError(
+            f"{where} was saved without ZeRO, and main params are read of its stages 1 and 2; take the scaler alone"
+        )
+    if not shards:
         return None
+    if names is not None:
+        raise InteropError(f"{where} records the parameters' names, which ZeRO needs; give none")
+    found = _unflatten(_zero_groups(shards, model, where), where)
     check_rounding(found.main_params, model["module"], where)
     return found
 
@@ -124,7 +118,7 @@ def _zero_groups(shards: Sequence[Mapping[str, Any]], model: Mapping[str, Any], 
     count = len(shards[0]["single_partition_of_fp32_groups"])
     if not isinstance(shapes, (list, tuple)) or len(shapes) != count:
         raise InteropError(f"{where} does not record the shapes of the parameters in the {count} groups")
-    bases = [shard.get("base_optimizer_state") for shard in shards]
+    bases: list[Any] = [shard.get("base_optimizer_state") for shard in shards]
     groups = []
     for index in range(count):
         states = [_group_state(base, index, where) for base in bases]
@@ -136,9 +130,7 @@ def _zero_groups(shards: Sequence[Mapping[str, Any]], model: Mapping[str, Any], 
             key: torch.cat([state[key] for state in states]) if _is_flat(value) else value
             for key, value in states[0].items()
         }
-        options = bases[0]["param_groups"][index] if is_torch_state(bases[0]) else {}
-        if "step" not in flat and flat and "base_optimizer_state_step" in shards[0]:
-            flat["step"] = shards[0]["base_optimizer_state_step"]
+        options = bases[0]["param_groups"][index]
         # ZeRO aligns its partitions to four bytes of fp16.
         padding = 2 * len(shards) - 1
         groups.append(FlatGroup(shapes[index], whole, flat, options, gaps, padding))
@@ -146,14 +138,12 @@ def _zero_groups(shards: Sequence[Mapping[str, Any]], model: Mapping[str, Any], 
 
 
 def _group_state(base: Any, index: int, where: str) -> Mapping[str, Any]:
-    """Return a group's state: from a torch state dict, or from the list of an elastic checkpoint."""
-    if is_torch_state(base):
-        key = base["param_groups"][index]["params"][0]
-        state = base["state"].get(key, {})
-    elif isinstance(base, (list, tuple)) and index < len(base):
-        state = base[index]
-    else:
-        raise InteropError(f"{where}: base_optimizer_state is neither a torch optimizer's state dict nor a list")
+    """Return the state of a group, which is one parameter to the torch optimizer inside."""
+    if not is_torch_state(base):
+        raise InteropError(
+            f"{where}: base_optimizer_state is no torch optimizer's state dict; save without elastic_checkpoint"
+        )
+    state = base["state"].get(base["param_groups"][index]["params"][0], {})
     if not isinstance(state, Mapping):
         raise InteropError(f"{where}: the optimizer state of group {index} cannot be read")
     return state
@@ -163,46 +153,8 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1
 
 
-def _without_zero(saved: Mapping[str, Any], model: Mapping[str, Any], names: Names | None, where: str) -> FoundState:
-    """Return the state of FP16_Optimizer (flat) or FP16_UnfusedOptimizer (a main param for each parameter)."""
-    module, base = model["module"], saved.get("optimizer_state_dict")
-    if not is_torch_state(base):
-        raise InteropError(f"{where} holds no optimizer of DeepSpeed's with main params; it may be torch's own")
-    if "fp32_groups" in saved:
-        mains = saved["fp32_groups"]
-        own_names = names or names_by_rounding(mains, module, where)
-        part = {"optimizer": base, "fp32_from_fp16_params": mains}
-        found = named_float16_state([part], own_names, fp32_names=(), where=where)
-        return FoundState(SYSTEM, found.groups, found.states, found.main_params, _mapped(found.main_params), (STAY,))
-    mains = saved.get("fp32_groups_flat") or []
-    grouped = _module_names(model, mains, names, where)
-    groups = [
-        FlatGroup({name: module[name].shape for name in own_names}, main, _group_state(base, index, where), group)
-        for index, (own_names, main, group) in enumerate(zip(grouped, mains, base["param_groups"], strict=True))
-    ]
-    return _unflatten(groups, where)
-
-
-def _module_names(
-    model: Mapping[str, Any], mains: Sequence[Tensor], names: Names | None, where: str
-) -> list[list[str]]:
-    """Return names by flat group: given, or all of the model's weights in one group."""
-    buffers = set(model.get("buffer_names") or ())
-    weights = [name for name in weights_in(model["module"]) if name not in buffers]
-    if names is None:
-        if len(mains) != 1:
-            raise InteropError(f"{where} does not record which parameter is in which of {len(mains)} groups; {REMEDY}")
-        return [weights]
-    sizes = [len(names)] if all(isinstance(entry, str) for entry in names) else [len(group) for group in names]
-    grouped = by_group(names, sizes, where)
-    if len(grouped) != len(mains) or not {*chain(*grouped)} <= set(weights):
-        raise InteropError(f"{where} has {len(mains)} groups, of the weights {', '.join(weights)}; got {grouped}")
-    return grouped
-
-
 def _unflatten(groups: Sequence[FlatGroup], where: str) -> FoundState:
     found = FoundState(SYSTEM)
-    recorded = True
     for index, group in enumerate(groups):
         check_adam(group.options, f"{where}, group {index}")
         found.main_params.update(_unflattened(group.main.float(), group, f"{where}, group {index}"))
@@ -215,17 +167,16 @@ def _unflatten(groups: Sequence[FlatGroup], where: str) -> FoundState:
                 for state in states.values():
                     state[key] = step_tensor(value) if key == "step" else value
         found.states.update(states)
-        recorded &= bool(group.options)
         empty = {"state": {}, "param_groups": [{**group.options, "params": list(group.shapes)}]}
         found.groups.extend(named(empty, [list(group.shapes)], where)[0])
-    notes = [STAY, "which optimizer it was is not recorded: build it with the options of the run"]
-    if not recorded:
-        notes.append("an elastic checkpoint does not record the groups' options: those of your optimizer stay")
-    return FoundState(SYSTEM, found.groups, found.states, found.main_params, _mapped(found.main_params), tuple(notes))
-
-
-def _mapped(mains: Mapping[str, Tensor]) -> tuple[str, ...]:
-    return (f"{len(mains)} main params, the optimizer's state and its groups' options",)
+    return replace(
+        found,
+        mapped=(f"{len(found.main_params)} main params, the optimizer's state and its groups' options",),
+        not_mapped=(
+            "model weights, LR schedule, counters and random states stay in the file",
+            "which optimizer it was is not recorded: build it with the options of the run",
+        ),
+    )
 
 
 def _unflattened(flat: Tensor, group: FlatGroup, where: str) -> dict[str, Tensor]:

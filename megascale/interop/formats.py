@@ -7,7 +7,6 @@ from megascale.checkpoint.directory import MANIFEST_NAME
 from megascale.errors import InteropError
 from megascale.interop import (
     accelerate,
-    apex,
     deepspeed,
     deepspeed_groups,
     lightning,
@@ -30,7 +29,7 @@ class Format:
     """The functions that recognise and read one system's checkpoints. Finders return None if there is nothing."""
 
     recognises: Callable[[Source], bool]
-    find_scaler: Callable[[Source, int | None], FoundScaler | None]
+    find_scaler: Callable[[Source], FoundScaler | None]
     find_state: Callable[[Source, Names | None], FoundState | None]
 
 
@@ -41,12 +40,11 @@ FORMATS = {
     "transformers": Format(trainer.recognises, trainer.find_scaler, trainer.find_state),
     "accelerate": Format(accelerate.recognises, accelerate.find_scaler, accelerate.find_state),
     "lightning": Format(lightning.recognises, lightning.find_scaler, lightning.find_state),
-    "apex": Format(apex.recognises, apex.find_scaler, torch_checkpoint.find_state),
     "torch": Format(torch_checkpoint.recognises, torch_amp.find_scaler, torch_checkpoint.find_state),
 }
 
 
-def _empty_scaler(source: Source, index: int | None) -> FoundScaler:
+def _empty_scaler(source: Source) -> FoundScaler:
     note = "nothing is in it: a constant scaler of Megatron-Core's, or a disabled one of torch's; no scale is recorded"
     return constant("an empty state", None, not_mapped=(note,))
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megascale.errors import InteropError
-from megascale.interop import apex, torch_amp
+from megascale.interop import torch_amp
 from megascale.interop.named_state import FoundState, Names
 from megascale.interop.scaler_state import FoundScaler
 from megascale.interop.source import Source
@@ -18,13 +18,13 @@ def recognises(source: Source) -> bool:
     return "pytorch-lightning_version" in keys or {"state_dict", "optimizer_states"} <= keys
 
 
-def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
+def find_scaler(source: Source) -> FoundScaler | None:
     """Return the precision plugin's scaler: under "MixedPrecision", "FSDPPrecision", or an older release's name."""
     states = torch_amp.states_in(source.content)
-    if states:
-        key, state = torch_amp.chosen(states, index, source.where, "grad scalers")
-        return torch_amp.parse(state, SYSTEM, (f"precision plugin {key!r}",))
-    return apex.find_scaler(source, index)
+    if not states:
+        return None
+    key, state = torch_amp.chosen(states, source.where)
+    return torch_amp.parse(state, SYSTEM, (f"precision plugin {key!r}",))
 
 
 def find_state(source: Source, names: Names | None = None) -> FoundState | None:

@@ -37,7 +37,6 @@ from megascale.interop.scaler_state import (
     dynamic,
 )
 from megascale.interop.source import Source
-from megascale.interop.torch_amp import chosen
 from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.validate import LARGEST_SCALE
 
@@ -45,6 +44,7 @@ SYSTEM = "Megatron-Core"
 SCALER_KEYS = {"scale", "growth_tracker", "hysteresis_tracker"}
 MAIN_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
+FIRST = "its optimizers' grad scalers differ: the first one's state is taken, which has scaled the loss"
 ITERATION_FILE = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("mp_rank_*/model_optim_rng.pt",)
 WAY_OUT = (
@@ -127,39 +127,35 @@ def _optimizers(content: Any) -> list[Mapping[str, Any]]:
 # The scaler
 
 
-def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
-    """Return the scaler's state, or None. ``index``: selects one of a ChainedOptimizer's scalers if they differ.
-
-    Raises:
-        InteropError: there are several that differ, or it cannot be read.
-    """
+def find_scaler(source: Source) -> FoundScaler | None:
+    """Return the scaler's state, or None; of a ChainedOptimizer's the first. Raises InteropError for a bad one."""
     source = _rank_file(source, only=False)
     args = attributes_of(source.entry("args")) if source.entry("args") is not None else {}
     if _is_scaler(source.content):
         return parse(source.content, args)
     parts = _optimizers(source.content)
-    states = {f"optimizer {i}": _scaler_of(part) for i, part in enumerate(parts) if _scaler_of(part) is not None}
+    states = [scaler for scaler in map(_scaler_of, parts) if scaler is not None]
     if not states:
         return None
-    key, state = chosen(states, index, source.where, "grad scalers")
-    if "cur_scale" in attributes_of(state):
-        return deepspeed.parse(state, {})
-    return parse(state, args, mapped=(f"grad_scaler of {key}",) if len(states) > 1 else ())
+    if "cur_scale" in attributes_of(states[0]):
+        return deepspeed.parse(states[0], {})
+    return parse(states[0], args, (FIRST,) if any(state != states[0] for state in states) else ())
 
 
 def _scaler_of(optimizer: Mapping[str, Any]) -> Any:
     return optimizer.get("grad_scaler", optimizer.get("loss_scaler"))
 
 
-def parse(state: Mapping[str, Any], args: Mapping[str, Any], mapped: tuple[str, ...] = ()) -> FoundScaler:
+def parse(state: Mapping[str, Any], args: Mapping[str, Any], notes: tuple[str, ...] = ()) -> FoundScaler:
     """Return the scaler in a grad scaler's state. ``args``: the options saved beside it, if any.
 
     Megatron-Core's hysteresis tracker may be below 0, which has the same effect as 0.
     """
     if not state or args.get("loss_scale"):
         scale = state.get("scale", args.get("loss_scale") or None)
-        note = () if scale is not None else ("a constant scaler's state is empty: the scale is not recorded",)
-        return constant(SYSTEM, scale, mapped=(*mapped, "a constant scale"), not_mapped=note)
+        if scale is None:
+            notes = (*notes, "a constant scaler's state is empty: the scale is not recorded")
+        return constant(SYSTEM, scale, mapped=("a constant scale",), not_mapped=notes)
     if missing := sorted(SCALER_KEYS - set(state)):
         raise InteropError(f"{SYSTEM}'s grad scaler state lacks {', '.join(missing)}; it is not whole")
     recorded = {
@@ -184,8 +180,8 @@ def parse(state: Mapping[str, Any], args: Mapping[str, Any], mapped: tuple[str, 
         state["growth_tracker"],
         max(tracker, 0),
         config,
-        mapped=(*mapped, "scale, growth_tracker, hysteresis_tracker", source),
-        not_mapped=(NO_CEILING.format(system=SYSTEM),),
+        mapped=("scale, growth_tracker, hysteresis_tracker", source),
+        not_mapped=(*notes, NO_CEILING.format(system=SYSTEM)),
     )
 
 
@@ -229,16 +225,13 @@ def find_state(source: Source, names: Names | None = None) -> FoundState | None:
     )
 
 
-def optimizer_state_dict(
-    saved: Any, names: Names, *, fp32_names: Collection[str] = (), index: int | None = None
-) -> dict[str, Any]:
+def optimizer_state_dict(saved: Any, names: Names, *, fp32_names: Collection[str] = ()) -> dict[str, Any]:
     """Return Megatron-Core's optimizer state dict as megascale's, for ``MixedPrecisionOptimizer.load_state_dict``.
 
     Args:
         saved: a Float16 optimizer's ``state_dict()``, or a ChainedOptimizer's list of them. Unchanged.
         names: parameter names by param group (of all chained optimizers, in order), or flat in that order.
         fp32_names: those that are fp32 in the model and so have no entry in ``fp32_from_fp16_params``.
-        index: selects the scaler if those of a ChainedOptimizer differ.
 
     Raises:
         InteropError: it cannot be read or mapped, saying why.
@@ -246,9 +239,8 @@ def optimizer_state_dict(
     parts = sub_optimizers(saved)
     where = "Megatron-Core's optimizer state"
     found = named_float16_state(parts, names, fp32_names=fp32_names, where=where)
-    states = {f"optimizer {i}": part["grad_scaler"] for i, part in enumerate(parts) if "grad_scaler" in part}
-    scaler = parse(chosen(states, index, where, "grad scalers")[1], {}).state if states else {}
-    return found.state_dict(scaler)
+    states = [part["grad_scaler"] for part in parts if "grad_scaler" in part]
+    return found.state_dict(parse(states[0], {}).state if states else {})
 
 
 def named_float16_state(

@@ -57,7 +57,6 @@ class FoundScaler:
         dynamic: False for a constant scale.
         mapped: one line for each thing that was taken over.
         not_mapped: one line, with the reason, for each thing that was not taken over or differs.
-        unfaithful: reasons why no state of ours continues the peer's scale exactly; empty if one does.
     """
 
     system: str
@@ -66,7 +65,6 @@ class FoundScaler:
     dynamic: bool = True
     mapped: tuple[str, ...] = ()
     not_mapped: tuple[str, ...] = ()
-    unfaithful: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float | None:
@@ -76,12 +74,14 @@ class FoundScaler:
     def build_grad_scaler(self, **config: Any) -> MegatronGradScaler:
         """Return megascale's scaler in the peer's state; it continues the peer's scale step for step.
 
+        Where none does exactly, ``not_mapped`` says so, and this is the nearest.
+
         Args:
             config: fields of :class:`ScalerConfig` that the checkpoint does not record, or to be changed; for a
                 constant scale that is not recorded: ``initial_scale``.
 
         Raises:
-            InteropError: the checkpoint lacks a needed value, or the state cannot be continued under ``config``.
+            InteropError: the checkpoint lacks a needed value.
             ArgumentError: for a value out of range, or an unknown field.
         """
         if not self.dynamic:
@@ -95,8 +95,6 @@ class FoundScaler:
                 f"{self.system}'s checkpoint does not record {', '.join(missing)}; pass what the run was configured "
                 f"with: build_grad_scaler({', '.join(f'{name}=...' for name in missing)})"
             )
-        if reasons := [reason for reason in discontinuities(self.state, rule) if reason not in self.unfaithful]:
-            raise InteropError(f"{self.system}: {'; '.join(reasons)}")
         factors: Any = (rule.min_scale, rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.hysteresis)
         kind = DeepSpeedGradScaler if rule.late_first_growth else DynamicGradScaler
         scaler = kind(
@@ -133,59 +131,36 @@ def dynamic(
         InteropError: a number has the wrong type or is out of range.
     """
     number = checked_scale(system, scale)
-    state = {
+    state: dict[str, Any] = {
         "scale": torch.tensor([number], dtype=torch.float32),
         "growth_tracker": as_int(system, "growth tracker", growth_tracker),
         "hysteresis_tracker": as_int(system, "hysteresis tracker", hysteresis_tracker),
     }
-    reasons = [*fp32_rounding_notes(number), *discontinuities(state, config)]
-    return FoundScaler(
-        system,
-        state,
-        config,
-        mapped=tuple(mapped),
-        not_mapped=(*not_mapped, *inexact_factor_notes(config)),
-        unfaithful=tuple(reasons),
-    )
+    notes = [*not_mapped, *fp32_rounding_notes(number)]
+    growth, interval = state["growth_tracker"], config.growth_interval
+    if interval is not None and not config.late_first_growth and growth >= interval:
+        notes.append(
+            f"the growth tracker is {growth}, at or above the interval of {interval}: the peer compares with == and "
+            "would not grow until the next overflow, megascale's grows at the next clean step"
+        )
+    hysteresis = state["hysteresis_tracker"]
+    if config.hysteresis is not None and hysteresis > config.hysteresis:
+        notes.append(
+            f"the hysteresis tracker is {hysteresis}, above the hysteresis of {config.hysteresis}: megascale cuts it "
+            "to that"
+        )
+    return FoundScaler(system, state, config, mapped=tuple(mapped), not_mapped=(*notes, *inexact_factor_notes(config)))
 
 
 def constant(system: str, scale: Any, *, mapped: Sequence[str] = (), not_mapped: Sequence[str] = ()) -> FoundScaler:
     """Return the FoundScaler of a constant scale (None: not recorded). Raises InteropError for a bad scale."""
     state: dict[str, Any] = {}
-    reasons: list[str] = []
+    notes = list(not_mapped)
     if scale is not None:
         number = checked_scale(system, scale)
-        state, reasons = {"scale": torch.tensor([number], dtype=torch.float32)}, fp32_rounding_notes(number)
-    return FoundScaler(
-        system,
-        state,
-        dynamic=False,
-        mapped=tuple(mapped),
-        not_mapped=tuple(not_mapped),
-        unfaithful=tuple(reasons),
-    )
-
-
-def discontinuities(state: dict[str, Any], config: ScalerConfig) -> list[str]:
-    """Return reasons why megascale's scaler with ``config`` cannot continue from ``state`` as the peer would."""
-    reasons = []
-    scale, growth, hysteresis = float(state["scale"]), state["growth_tracker"], state["hysteresis_tracker"]
-    interval = config.growth_interval
-    if interval is not None and not config.late_first_growth and growth >= interval:
-        reasons.append(
-            f"the growth tracker is {growth}, at or above the interval of {interval}: the peer compares with == and "
-            "would not grow until the next overflow, megascale's grows at the next clean step"
-        )
-    if config.hysteresis is not None and hysteresis > config.hysteresis:
-        reasons.append(
-            f"the hysteresis tracker is {hysteresis}, above the hysteresis of {config.hysteresis}: megascale cuts it "
-            "to that"
-        )
-    if config.min_scale is not None and scale < config.min_scale:
-        reasons.append(f"the scale is {scale}, below the min_scale of {config.min_scale}")
-    if config.max_scale is not None and scale > config.max_scale:
-        reasons.append(f"the scale is {scale}, above the max_scale of {config.max_scale}")
-    return reasons
+        state = {"scale": torch.tensor([number], dtype=torch.float32)}
+        notes += fp32_rounding_notes(number)
+    return FoundScaler(system, state, dynamic=False, mapped=tuple(mapped), not_mapped=tuple(notes))
 
 
 def checked_scale(system: str, scale: Any) -> float:

@@ -29,8 +29,8 @@ def recognises(source: Source) -> bool:
     return is_state(source.content) or bool(states_in(source.content))
 
 
-def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
-    """Return the scaler's state, or None. ``index``: selects one if a checkpoint holds several.
+def find_scaler(source: Source) -> FoundScaler | None:
+    """Return the scaler's state, or None.
 
     Raises:
         InteropError: there are several that differ, or it cannot be read.
@@ -40,7 +40,7 @@ def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
     states = states_in(source.content)
     if not states:
         return None
-    key, state = chosen(states, index, source.where, "grad scalers")
+    key, state = chosen(states, source.where)
     return parse(state, mapped=(f"grad scaler: key {key!r}",))
 
 
@@ -88,19 +88,12 @@ def parse(state: Mapping[str, Any], system: str = SYSTEM, mapped: tuple[str, ...
     )
 
 
-def chosen(found: Mapping[str, Any], index: int | None, where: str, what: str) -> tuple[str, Any]:
-    """Return the entry at ``index``; for None the first one, and all must be equal.
-
-    Raises:
-        InteropError: several that differ, or no such index.
-    """
+def chosen(found: Mapping[str, Any], where: str) -> tuple[str, Any]:
+    """Return the first scaler and its key. Raises InteropError if another one differs from it."""
     keys = list(found)
-    if index is not None:
-        if not 0 <= index < len(keys):
-            raise InteropError(f"{where} holds {len(keys)} {what}, {', '.join(keys)}; index {index} is none of them")
-        return keys[index], found[keys[index]]
     if any(found[key] != found[keys[0]] for key in keys[1:]):
         raise InteropError(
-            f"{where} holds {len(keys)} {what} that differ, {', '.join(keys)}; choose one with index=0 ..."
+            f"{where} holds {len(keys)} grad scalers that differ, {', '.join(keys)}; save one of them alone, or pass "
+            "the state dict of one to load_scaler_state()"
         )
     return keys[0], found[keys[0]]

@@ -29,7 +29,7 @@ def recognises(source: Source) -> bool:
     return bool(source.files(PROGRESS))
 
 
-def find_scaler(source: Source, index: int | None = None) -> FoundScaler | None:
+def find_scaler(source: Source) -> FoundScaler | None:
     """Return the scaler's state; None if there is no ``scaler.pt``: the run was not one of ``fp16=True``."""
     return torch_amp.find_in_file(source, SCALER, SYSTEM)
 

@@ -59,7 +59,7 @@ class Halves:
         mains = [[self.masters[name] for name in group] for group in groups]
         return {"optimizer": inner, "grad_scaler": MEGATRON_SCALER, "fp32_from_fp16_params": mains}
 
-    def zero(self, folder: Path, ranks: int = 1, gap: int = 0, elastic: bool = False) -> Path:
+    def zero(self, folder: Path, ranks: int = 1, gap: int = 0) -> Path:
         """Write a ZeRO-1 checkpoint: each group flat, with gaps, padded and cut over ranks."""
         folder.mkdir()
         shards: list[dict[str, Any]] = [{"partitions": [], "states": [], "padding": []} for _ in range(ranks)]
@@ -74,17 +74,14 @@ class Halves:
                 cut = {key: value[rank * size : (rank + 1) * size] for key, value in flat.items()}
                 lean = size - padding if rank == ranks - 1 else size
                 shard["partitions"].append(cut["main"][:lean])
-                kept = {key: cut[key][:lean] if elastic else cut[key] for key in ("exp_avg", "exp_avg_sq")}
-                shard["states"].append(kept if elastic else {"step": torch.tensor(3.0)} | kept)
+                kept = {key: cut[key] for key in ("exp_avg", "exp_avg_sq")}
+                shard["states"].append({"step": torch.tensor(3.0)} | kept)
         for rank, shard in enumerate(shards):
-            base: Any = shard["states"]
-            if not elastic:
-                options = [{"lr": 0.5, "params": [index]} for index in range(len(base))]
-                base = {"state": dict(enumerate(base)), "param_groups": options}
+            options = [{"lr": 0.5, "params": [index]} for index in range(len(self.groups))]
+            base = {"state": dict(enumerate(shard["states"])), "param_groups": options}
             state = {
                 "loss_scaler": None, "single_partition_of_fp32_groups": shard["partitions"], "zero_stage": 1,
                 "partition_count": [ranks] * len(self.groups), "base_optimizer_state": base,
-                "base_optimizer_state_step": 3,
                 "param_alignment_paddings": [[gap] * (len(group) - 1) + [0] for group in self.groups],
             }  # fmt: skip
             torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")

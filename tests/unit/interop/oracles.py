@@ -106,11 +106,10 @@ class Megatron:
 
 @dataclass
 class Torch:
-    """torch's ``_amp_update_scale_``. With a ceiling it is apex.amp's rule."""
+    """torch's ``_amp_update_scale_``."""
 
     scale: float
     interval: int
-    ceiling: float = float("inf")
     tracker: int = 0
 
     def update(self, overflow: bool) -> float:
@@ -120,7 +119,7 @@ class Torch:
         else:
             self.tracker += 1
             if self.tracker == self.interval:
-                self.scale, self.tracker = min(self.scale * 2, self.ceiling), 0
+                self.scale, self.tracker = self.scale * 2, 0
         return self.scale
 
     def saved(self) -> dict[str, Any]:
@@ -132,7 +131,3 @@ class Torch:
             "growth_interval": self.interval,
             "_growth_tracker": self.tracker,
         }
-
-    def saved_by_apex(self) -> dict[str, Any]:
-        """Return ``amp.state_dict()``."""
-        return {"loss_scaler0": {"loss_scale": self.scale, "unskipped": self.tracker}}

@@ -38,18 +38,6 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "ours.pt").exists()
 
 
-def test_lenient_and_index_reach_the_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--lenient takes the nearest state and prints the difference; --index chooses a scaler."""
-    stuck = SCALER | {"_growth_tracker": 12}
-    torch.save({"a": SCALER, "b": stuck}, tmp_path / "last.pt")
-    arguments = ["convert", str(tmp_path / "last.pt"), str(tmp_path / "ours.pt")]
-    assert main(arguments) == 1
-    assert main([*arguments, "--index", "1"]) == 1
-    assert main([*arguments, "--index", "1", "--lenient"]) == 0
-    assert "differs     the growth tracker is 12" in capsys.readouterr().out
-    assert torch.load(tmp_path / "ours.pt", weights_only=True)["grad_scaler"]["growth_tracker"] == 12
-
-
 @pytest.mark.parametrize("form", ["flat", "nested", "lines"])
 def test_names_come_from_a_file(form: str, tmp_path: Path) -> None:
     """--model-names: a JSON list, a list of lists, or lines."""

@@ -66,17 +66,6 @@ def test_torch_continues(interval: int, before: list[bool], later: list[bool]) -
     follows(load_scaler_state(peer.saved()).build_grad_scaler(), peer, later)
 
 
-@given(unskipped=st.integers(0, 1999), later=st.lists(st.booleans(), min_size=1, max_size=20))
-@settings(max_examples=60, deadline=None)
-def test_apex_continues(unskipped: int, later: list[bool]) -> None:
-    """apex.amp's state continues exactly, and stops at its 2**24."""
-    peer = Torch(2.0**24, 2000, ceiling=2.0**24, tracker=unskipped)
-    found = load_scaler_state(peer.saved_by_apex())
-    follows(found.build_grad_scaler(), peer, later)
-    near = Torch(2.0**20, 2000, tracker=1999 - unskipped % 5)
-    follows(load_scaler_state(near.saved_by_apex()).build_grad_scaler(), near, [False] * 6 + later)
-
-
 @given(found=st.lists(st.booleans(), max_size=40), window=WINDOW, hysteresis=HYSTERESIS)
 @settings(max_examples=60, deadline=None)
 def test_deepspeed_scaler_resumes_itself(found: list[bool], window: int, hysteresis: int) -> None:
