@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 
 from megascale.amp import fused_sgd, limits
 from megascale.amp.agreement import Agreement, Squares
-from megascale.amp.codes import require_no_codes
 from megascale.amp.errors import ScalerArgumentError, ScalerOrderError
 from megascale.amp.local_grads import LocalGrads, found_in
 from megascale.amp.overflows import ScalerOverflows
@@ -35,9 +34,6 @@ def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
     if optimizer not in _TAKE_SCALERS:
         _TAKE_SCALERS[optimizer] = "grad_scaler" in inspect.signature(optimizer.step).parameters
     return _TAKE_SCALERS[optimizer]
-
-
-"""Whether an optimizer's ``step()`` takes a ``grad_scaler``."""
 
 
 @methods_outside_of_graphs
@@ -154,12 +150,10 @@ class GradScaler(torch.amp.GradScaler):
         or Partial gradient may be replaced.
 
         Raises:
-            UsageError: a RuntimeError: it was called already, or after :meth:`step`, or the optimizer's state holds
-                8-bit codes that its wrapper left.
+            UsageError: a RuntimeError: it was called already, or after :meth:`step`.
             ScalerOrderError: an AssertionError: nothing has been scaled yet.
         """
         if self._enabled:
-            require_no_codes(optimizer)
             self._unscale(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -174,15 +168,13 @@ class GradScaler(torch.amp.GradScaler):
             device: its ``step()`` is always called.
 
         Raises:
-            UsageError: a RuntimeError: for a closure, or a second call since :meth:`update`, or where the optimizer's
-                state holds 8-bit codes that its wrapper left.
+            UsageError: a RuntimeError: for a closure, or a second call since :meth:`update`.
             ScalerOrderError: an AssertionError: nothing has been scaled yet, or there is no gradient on any rank.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or any(map(callable, args[:1])):
             raise UsageError("step() takes no closure while GradScaler is enabled: run forward and backward first")
-        require_no_codes(optimizer)
         self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from megascale.amp import fused_adam
-from megascale.amp.codes import require_no_codes
 from megascale.amp.grad_scaler import GradScaler, takes_scaler
 from megascale.amp.local_grads import LocalGrads
 from megascale.base_optimizer import MegascaleOptimizer
@@ -17,7 +16,6 @@ from megascale.kernels import LARGEST_SUM_SQUARES, Decision, clip_coefficient
 from megascale.optimizer import StepResult
 from megascale.utils import validate
 from megascale.utils.calls import outside_of_graphs
-from megascale.utils.collectives import full_tensor
 from megascale.utils.dtensors import to_local
 from megascale.utils.transfer import to_device_async
 
@@ -26,7 +24,7 @@ from megascale.utils.transfer import to_device_async
 def optimizer_step(
     loss: Tensor,
     optimizer: torch.optim.Optimizer,
-    grad_scaler: torch.amp.GradScaler | MegatronGradScaler | None,
+    grad_scaler: GradScaler | MegatronGradScaler | None,
     max_gradient_norm: float | None = None,
     max_gradient_val: float | None = None,
     *,
@@ -49,8 +47,8 @@ def optimizer_step(
         loss: one element, not scaled, with its graph. Backward runs here.
         optimizer: of any kind. A MixedPrecisionOptimizer, DistributedOptimizer or ChainedOptimizer scales with its own
             scaler, and without ``max_gradient_norm`` clips as its config says.
-        grad_scaler: :class:`megascale.amp.GradScaler`, or torch's, with which torch's own loop runs. None: no scaling.
-            Of a MixedPrecisionOptimizer: None or its own. One call is one iteration: the scale is updated.
+        grad_scaler: :class:`megascale.amp.GradScaler`. None: no scaling. Of a MixedPrecisionOptimizer: None or its own.
+            One call is one iteration: the scale is updated.
         max_gradient_norm: clip the unscaled gradients to this global L2 norm: by ``max / (norm + 1e-6)``, torch's rule.
         max_gradient_val: then clamp each element to [-max, max].
         zero_grad: drop existing gradients. False adds to them: for the last micro-batch of an accumulation.
@@ -61,8 +59,8 @@ def optimizer_step(
 
     Raises:
         ArgumentError, ArgumentTypeError: for an argument that does not fit; nothing has changed.
-        UsageError: if the scaler's iteration has begun already, or if the optimizer's state holds 8-bit codes that its
-            wrapper left (nothing has changed), or if the loss gives none of the optimizer's parameters a gradient.
+        UsageError: if the scaler's iteration has begun already (nothing has changed), or if the loss gives none of the
+            optimizer's parameters a gradient.
         GradientError: for a sparse gradient with ``max_gradient_val``.
     """
     max_norm = None if max_gradient_norm is None else validate.positive("max_gradient_norm", max_gradient_norm)
@@ -81,19 +79,13 @@ def optimizer_step(
         return optimizer.step()
     scaler = _scaler_of(grad_scaler, loss.device)
     scaler.scale(loss).backward()
-    if isinstance(scaler, GradScaler):
-        result = _step_in_few_passes(optimizer, scaler, max_norm, max_value)
-    else:
-        result = _step_as_torch_does(optimizer, scaler, max_norm, max_value)
+    result = _step(optimizer, scaler, max_norm, max_value)
     scaler.update()
     return result
 
 
-# Ways to step
-
-
 @torch.no_grad()
-def _step_in_few_passes(
+def _step(
     optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None, max_value: float | None
 ) -> StepResult:
     for index, param in enumerate(_with_grads(optimizer) if max_value is not None else ()):
@@ -122,7 +114,9 @@ def _step_in_few_passes(
             grad = to_local(param.grad)  # type: ignore[arg-type]
             limit = to_device_async(bound, grad.device)
             torch.clamp(grad, -limit, limit, out=grad)
-    result = _result(optimizer, scaler, norm)
+    flags = [to_device_async(flag, norm.device) for flag in scaler._found_inf_per_device(optimizer).values()]
+    zeros = torch.full((), torch.nan, dtype=torch.float64, device=norm.device)
+    result = StepResult(torch.stack(flags).sum() == 0, norm.float(), zeros)
     backend = scaler._backend(inv_scale.device)
     if (max_norm, max_value) != (None, None) and fused_adam.fits(optimizer, backend):
         updates = fused_adam.updates_of(optimizer, grads, inv_scale.device)
@@ -138,37 +132,8 @@ def _step_in_few_passes(
     return result
 
 
-@torch.no_grad()
-def _step_as_torch_does(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, max_norm: float | None, max_value: float | None
-) -> StepResult:
-    scaler.unscale_(optimizer)
-    params = _with_grads(optimizer)
-    if max_norm is None:
-        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-    else:
-        norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
-    if max_value is not None:
-        torch.nn.utils.clip_grad_value_(params, max_value)
-    scaler.step(optimizer)
-    return _result(optimizer, scaler, full_tensor(norm))
-
-
-def _result(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> StepResult:
-    """Return the result of a step, before the scaler's update() drops it."""
-    flags = [to_device_async(flag, norm.device) for flag in scaler._found_inf_per_device(optimizer).values()]
-    zeros = torch.full((), torch.nan, dtype=torch.float64, device=norm.device)
-    return StepResult(torch.stack(flags).sum() == 0, norm.float(), zeros)
-
-
-# Gradients
-
-
 def _with_grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-
-
-# Checks
 
 
 def _check(loss: Any, optimizer: Any, grad_scaler: Any) -> None:
@@ -188,14 +153,11 @@ def _check(loss: Any, optimizer: Any, grad_scaler: Any) -> None:
                 "optimizer.grad_scaler"
             )
         return
-    require_no_codes(optimizer)
-    if isinstance(grad_scaler, MegatronGradScaler):
+    if not isinstance(grad_scaler, GradScaler | None):
         raise ArgumentTypeError(
-            f"grad_scaler is a {type(grad_scaler).__name__}, which needs a MixedPrecisionOptimizer; wrap the "
-            "optimizer, or pass a megascale.amp.GradScaler"
+            f"grad_scaler must be a megascale.amp.GradScaler or None, got {grad_scaler!r}; a DynamicGradScaler goes "
+            "into a MixedPrecisionOptimizer"
         )
-    if not isinstance(grad_scaler, torch.amp.GradScaler | None):
-        raise ArgumentTypeError(f"grad_scaler must be a megascale.amp.GradScaler or None, got {grad_scaler!r}")
     if grad_scaler is not None and grad_scaler.is_enabled():
         stages = [state["stage"] for state in grad_scaler._per_optimizer_states.values()]
         if any(stage is not OptState.READY for stage in stages):
@@ -205,9 +167,9 @@ def _check(loss: Any, optimizer: Any, grad_scaler: Any) -> None:
             )
 
 
-def _scaler_of(grad_scaler: object, device: torch.device) -> torch.amp.GradScaler:
+def _scaler_of(grad_scaler: object, device: torch.device) -> GradScaler:
     """Return the scaler; for None or a disabled one a scaler with a constant scale of 1."""
-    if isinstance(grad_scaler, torch.amp.GradScaler) and grad_scaler.is_enabled():
+    if isinstance(grad_scaler, GradScaler) and grad_scaler.is_enabled():
         return grad_scaler
     group = getattr(grad_scaler, "process_group", None)
     return GradScaler(device.type, loss_scale=1.0, process_group=group)
