@@ -9,9 +9,9 @@ import torch
 
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint.consolidation import consolidate
-from megascale.checkpoint.listing import Listed, listing
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import leaves
+from megascale.errors import CheckpointError
 from megascale.utils.program import non_negative, run_program
 
 DESCRIPTION = """Without OUT: list the checkpoints of a directory, each with its size, whether it is whole (every byte
@@ -69,19 +69,28 @@ def _run(arguments: list[str]) -> int:
 
 
 def _list(directory: Path, *, checksums: bool) -> int:
-    """Print a line for each checkpoint. Returns 1 if one is damaged or there is none."""
+    """Print a line for each checkpoint, lowest step first, then for saves that were killed or are running.
+
+    Returns 1 if a checkpoint is damaged.
+    """
     print(f"{'step':>10}  {'size':>10}  {'ranks':>5}  state")
-    found: list[Listed] = []
-    for one in listing(directory, checksums=checksums):
-        found.append(one)
-        state = f"damaged: {one.damage}" if one.damage and one.step is not None else one.damage or "complete"
-        state += ", latest" if one.latest else ""
-        name = one.path.name if one.step is None else str(one.step)
-        ranks = "-" if one.world_size is None else str(one.world_size)
-        print(f"{name:>10}  {_readable(one.size):>10}  {ranks:>5}  {state}", flush=True)
-    if not any(one.step is not None for one in found):
+    found, latest, status = folders.named(directory), folders.latest(directory), 0
+    for step, folder in found.items():
+        ranks, state = "-", "complete"
+        try:
+            manifest = Manifest.read(folder)
+            ranks = str(manifest.world_size)
+            manifest.verify(folder, checksums=checksums)
+        except (CheckpointError, OSError) as error:
+            state, status = f"damaged: {str(error).removesuffix('; load an earlier checkpoint')}", 1
+        state += ", latest" if folder == latest else ""
+        print(f"{step:>10}  {_size(folder):>10}  {ranks:>5}  {state}", flush=True)
+    for folder in folders.unfinished_saves(directory):
+        state = "incomplete: still being written, or its writer died"
+        print(f"{folder.name:>10}  {_size(folder):>10}  {'-':>5}  {state}", flush=True)
+    if not found:
         folders.find(directory, None)  # raises, with the expected layout
-    return int(any(one.damage for one in found if one.step is not None))
+    return status
 
 
 def _list_tensors(folder: Path) -> None:
@@ -92,8 +101,9 @@ def _list_tensors(folder: Path) -> None:
             print(f"{key}  {str(dtype).removeprefix('torch.')}{list(shape)}")
 
 
-def _readable(size: int) -> str:
-    """Return a number of bytes in the unit that leaves one to three digits before the point."""
+def _size(folder: Path) -> str:
+    """Return the bytes of a folder's files in the unit that leaves one to three digits before the point."""
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if size < 1000:
         return f"{size} B"
     amounts = [(size / 1024**power, unit) for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)]

@@ -41,7 +41,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     Args:
         directory: holds the checkpoints, `step_00000040` and so on; created at the first save.
         keep_last: how many complete checkpoints to keep, 1 or more; None keeps all. A removal that was killed half-way
-            is finished by the next `save`, `load` or `latest`.
+            is finished by the next `save`.
         async_save: copy what this rank writes to host memory, then write it in a background thread. That memory is
             kept for the next save. An error of the write is raised by the next `save` or `wait`. Call `wait` (or leave
             the ``with`` block) before torch.distributed is destroyed.
@@ -134,8 +134,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     ) -> LoadedCheckpoint:
         """Load the latest checkpoint, or the one of ``step``; see :func:`load`."""
         self.wait()
-        with named("load the checkpoint"), raise_on_all_ranks("remove old checkpoints", self._group):
-            self._finish_removals()
         return load(self.directory, model, optimizer, step=step, strict=strict, groups=self._groups)
 
     def latest(self) -> Path | None:
@@ -143,15 +141,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.wait()
 
         def look() -> Path | None:
-            self._finish_removals()
             return folders.latest(self.directory) if group_rank(self._group) == 0 else None
 
         return gathered("look for checkpoints", look, self._group)[0]
-
-    def _finish_removals(self) -> None:
-        """Remove what a killed process no longer could: after its last save, no other save would."""
-        if self.keep_last is not None and group_rank(self._group) == 0:
-            folders.finish_removals(self.directory)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -208,28 +208,6 @@ def tree_of(manifest: Manifest, part: str) -> Tree:
     return manifest.trees[part]
 
 
-def left_out(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
-    """Return one line for each parameter whose state was ``saved`` and is not ``live`` after a load, or the reverse.
-
-    Both are state dicts of an optimizer; only names are compared.
-    """
-    there, here = _stateful(saved), _stateful(live)
-    lines = [f"optimizer state of {name!r} is missing in the checkpoint" for name in here - there]
-    for name in there - here:
-        known = name in live["optimizer"]["state"]
-        lines.append(f"optimizer state of {name!r} has no place here, where it is {'frozen' if known else 'unknown'}")
-    groups = [len(packed["optimizer"]["param_groups"]) for packed in (saved, live)]
-    if groups[0] != groups[1]:
-        lines.append(
-            f"the options of {groups[0]} param groups in the checkpoint do not fit {groups[1]} in the optimizer"
-        )
-    return sorted(lines)
-
-
-def _stateful(packed: Mapping[str, Any]) -> set[str]:
-    return {name for name, state in packed["optimizer"]["state"].items() if state} | set(packed["main_params"])
-
-
 def _require_weights(main_params: Mapping[str, Tensor], saved: set[str]) -> None:
     """Raise CheckpointError for a remainder whose weights are not ``saved`` beside it: nothing could be made of it."""
     alone = [name for name, main in main_params.items() if main.dtype == REMAINDER_DTYPE and name not in saved]

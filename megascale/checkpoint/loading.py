@@ -22,7 +22,6 @@ from megascale.checkpoint.contents import (
     bare,
     check_types,
     compare_model,
-    left_out,
     model_state,
     model_tree,
     tree_of,
@@ -50,7 +49,7 @@ class LoadedCheckpoint:
         path: the checkpoint's folder.
         user_state: as given to `save`, tensors on the host; None if none was.
         rank_state: as this rank gave it to `save`; None if it gave none, or if another number of ranks saved.
-        skipped: with ``strict=False``, one line for everything that was not loaded.
+        skipped: with ``strict=False``, one line for everything of the model that was not loaded.
     """
 
     step: int
@@ -85,8 +84,7 @@ def load(
         optimizer: gets its state, main params and grad scaler. None: only weights are loaded; a MixedPrecisionOptimizer
             of this model takes them over at its next step.
         step: which checkpoint.
-        strict: raise if a name or shape differs, or floating point with integers. False loads what fits and lists
-            the rest in ``skipped``.
+        strict: raise if a name or shape differs, or floating point with integers. False loads what fits.
         groups: as for :class:`Checkpointer`.
 
     Raises:
@@ -114,29 +112,16 @@ def load(
         # A rank that owns nothing reads nothing in place, and must take part where others do.
         is_in_place = any(gathered(f"read {folder}", stage, group))
         [staged] = found
-        skipped = list(staged.problems)
         if optimizer is not None and staged.optimizer_state is not None:
             if is_in_place:
                 _load_in_place(folder, optimizer, staged.optimizer_state, staged.in_place, strict, group)
             else:  # validates all of it, on all ranks, before it changes anything
                 optimizer.load_state_dict(staged.optimizer_state, strict=strict)
-            if not strict:
-                skipped += _left_out_of(optimizer, staged.optimizer_state, group)
         with raise_on_all_ranks("load the weights into the model", group):
             bare(model).load_state_dict(staged.weights, strict=False)
             if optimizer is not None and staged.optimizer_state is None:
                 optimizer.reload_model_params()
-    return LoadedCheckpoint(manifest.step, folder, staged.user_state, staged.rank_state, tuple(skipped))
-
-
-def _left_out_of(optimizer: SavedOptimizer, saved: dict[str, Any], group: ProcessGroup | None) -> list[str]:
-    """Return a line for each entry of a saved state that the optimizer does not have. All ranks call it together."""
-    with raise_on_all_ranks("list what was left out", group):
-        lives = optimizer.live_states()
-    for live in lives:
-        live.share_forms()
-    with raise_on_all_ranks("list what was left out", group):
-        return list(left_out(saved, optimizer.pack(copy=False, decode=False, to_load=True)))
+    return LoadedCheckpoint(manifest.step, folder, staged.user_state, staged.rank_state, staged.problems)
 
 
 @dataclass(frozen=True)

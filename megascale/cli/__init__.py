@@ -1,8 +1,7 @@
-"""Command line: ``megascale COMMAND ...`` or ``python -m megascale COMMAND ...``, with one module here per command.
+"""Command line: ``megascale COMMAND ...`` or ``python -m megascale COMMAND ...``.
 
-A command's module offers ``NAME``, ``HELP``, ``AS_TYPED``, ``add_arguments(parser)`` and ``run(given) -> exit status``.
-``train``, ``experiment`` and ``checkpoint`` are programs of their own, which parse their arguments themselves.
-An error of megascale ends a command with status 1 and one line; wrong usage with status 2.
+Each command is a program of its own, which parses its arguments itself. An error of megascale ends it with status 1 and
+one line; wrong usage with status 2.
 """
 
 import argparse
@@ -10,72 +9,64 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
 
-from megascale.cli import convert, estimate, info
 from megascale.utils import spelling
 from megascale.utils.program import run_program
 
-
-class Command(Protocol):
-    """The interface of a command's module."""
-
-    NAME: str
-    HELP: str
-    AS_TYPED: dict[str, str]
-    """Names of Python arguments in error messages, and their form on the command line."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
-
-    def run(self, given: argparse.Namespace) -> int:
-        """Run the command. Returns the exit status."""
-
-
-COMMANDS: tuple[Command, ...] = (convert, info, estimate)
-
-PROGRAMS = {
+COMMANDS = {
     "train": ("megascale.train.__main__:main", "train one of two small tasks, alone or under torchrun"),
     "experiment": ("megascale.train.experiment:program", "show what loss scaling does: five runs, a table, a picture"),
     "checkpoint": (
         "megascale.checkpoint.__main__:main",
         "list checkpoints and what is in them, or write one as one file",
     ),
+    "convert": (
+        "megascale.cli.convert:main",
+        "read another system's checkpoint; write what MixedPrecisionOptimizer.load_state_dict takes",
+    ),
+    "info": (
+        "megascale.cli.info:main",
+        "print versions, devices, the backends that work here and why others do not, and optional libraries",
+    ),
+    "estimate": (
+        "megascale.cli.estimate:main",
+        "print the bytes that a run needs per rank and per parameter, by kind; nothing is allocated",
+    ),
 }
-"""Commands that are programs of their own: the function that runs it, and what it does."""
+"""The function that runs a command, and what it does."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in PROGRAMS:
-        module, _, function = PROGRAMS[words[0]][0].partition(":")
+    if words and words[0] in COMMANDS:
+        module, _, function = COMMANDS[words[0]][0].partition(":")
         status: int = getattr(import_module(module), function)(words[1:])
         return status
-    chosen = [command for command in COMMANDS if command.NAME in words]
-    as_typed = {said: typed for command in chosen for said, typed in command.AS_TYPED.items()}
-    return run_program(_run, arguments, as_typed=as_typed)
+    return run_program(_explain, words)
 
 
-def _run(arguments: list[str]) -> int:
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Return a parser for the arguments of a command here."""
+    parser = argparse.ArgumentParser(prog=f"{_name()} {command}", description=COMMANDS[command][1])
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    return parser
+
+
+def _explain(arguments: list[str]) -> int:
+    """Show the commands, or say what is wrong with ``arguments``, which begin with none of them; ends the program."""
     parser = argparse.ArgumentParser(
         prog=_name(), description="Tools around megascale: training, its state, its runs, and this machine."
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, what) in PROGRAMS.items():
+    for name, (_, what) in COMMANDS.items():
         commands.add_parser(name, help=what, add_help=False)
-    for command in COMMANDS:
-        own = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)
-        own.add_argument("--version", action="store_true", help="print the version and exit")
-        command.add_arguments(own)
-        own.set_defaults(run=command.run)
-    first, known = next(iter(arguments), "-"), [*PROGRAMS, *(command.NAME for command in COMMANDS)]
-    if not first.startswith("-") and first not in known and (meant := spelling.meant(first, known)):
+    first = next(iter(arguments), "-")
+    if not first.startswith("-") and (meant := spelling.meant(first, [*COMMANDS])):
         parser.error(f"there is no command {first!r}{meant}")
-    given = parser.parse_args(arguments)
-    status: int = given.run(given)
-    return status
+    parser.parse_args(arguments)
+    return 2
 
 
 def _name() -> str:

@@ -1,21 +1,25 @@
 """``megascale convert SOURCE DEST``: convert another system's checkpoint to our state dict."""
 
-import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+from megascale.cli import parser_of
 from megascale.errors import InteropError
 from megascale.interop import convert
 from megascale.interop.formats import AUTO, FORMATS
 from megascale.interop.named_state import Names
-
-NAME = "convert"
-HELP = "read another system's checkpoint; write what MixedPrecisionOptimizer.load_state_dict takes"
-AS_TYPED: dict[str, str] = {}
+from megascale.utils.program import run_program
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    return run_program(_run, arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    """Convert, and print what was mapped, what was not, and why."""
+    parser = parser_of("convert")
     parser.add_argument("source", help="a checkpoint's file or folder; nothing in it is executed")
     parser.add_argument("destination", help="the file to write; it must not exist")
     parser.add_argument("--format", choices=(AUTO, *FORMATS), default=AUTO, help="whose checkpoint it is")
@@ -28,10 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--scaler-only", action="store_true", help="leave out main params and optimizer state")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written; write nothing")
-
-
-def run(given: argparse.Namespace) -> int:
-    """Convert, and print what was mapped, what was not, and why."""
+    given = parser.parse_args(arguments)
     converted = convert(
         given.source,
         None if given.dry_run else given.destination,

@@ -1,8 +1,7 @@
 """``megascale estimate MODEL``: the memory that a run needs per rank, whether it fits a card, and what would."""
 
-import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from megascale.cli import parser_of
 from megascale.config import COMPACT_STATE
 from megascale.errors import ArgumentError
 from megascale.estimation import AS_IS, OPTIMIZERS, PRECISIONS, SHARDINGS, Estimate, Setup, estimate
+from megascale.utils.program import run_program
 
-NAME = "estimate"
-HELP = "print the bytes that a run needs per rank and per parameter, by kind; nothing is allocated"
 FIELDS = [field.name for field in fields(Setup)]
 AS_TYPED = {
     f"{name} {verb}": f"--{name.replace('_', '-')} {verb}" for verb in ("must", "needs") for name in (*FIELDS, "gpu")
@@ -39,8 +38,14 @@ SMALLER: dict[str, dict[str, Any]] = {
 MOST_RANKS = 1024
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    return run_program(_run, arguments, as_typed=AS_TYPED)
+
+
+def _run(arguments: list[str]) -> int:
+    """Print the estimate, and whether it fits the card."""
+    parser = parser_of("estimate")
     parser.add_argument(
         "model", help="number of parameters, such as 7B or 124M; or a Hugging Face config.json, or the folder of one"
     )
@@ -72,10 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer-offload-fraction", type=float, default=1.0, metavar="X", help="share of them there"
     )
     parser.add_argument("--gpu", help=f"does it fit this card? one of {', '.join(GPUS)}, or a number of GB")
-
-
-def run(given: argparse.Namespace) -> int:
-    """Print the estimate, and whether it fits the card."""
+    given = parser.parse_args(arguments)
     setup = {name: getattr(given, name) for name in FIELDS}
     setup |= {name: DTYPES[value] for name, value in setup.items() if name.endswith("dtype")}
     setup |= COMPACT_STATE if given.compact_state else {}

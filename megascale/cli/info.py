@@ -1,26 +1,23 @@
 """``megascale info``: show what megascale runs on here, and why faster alternatives do not work."""
 
-import argparse
 import os
 import platform
 import shutil
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megascale.cli import parser_of
 from megascale.config import BACKENDS
 from megascale.errors import MegascaleError
 from megascale.kernels import select_backend, why_not
+from megascale.utils.program import run_program
 from megascale.version import VERSION
-
-NAME = "info"
-HELP = "print versions, devices, the backends that work here and why others do not, and optional libraries"
-AS_TYPED: dict[str, str] = {}
 
 LIBRARIES = (
     "triton", "apex", "transformer-engine", "accelerate", "transformers", "lightning", "pytorch-lightning",
@@ -32,12 +29,14 @@ VARIABLES = ("MEGASCALE_", "CC", "CXX", "OMP_NUM_THREADS", "TRITON_INTERPRET", "
 LABEL = 22
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments: none."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, which takes no arguments. Returns the exit status."""
+    return run_program(_run, arguments)
 
 
-def run(given: argparse.Namespace) -> int:
+def _run(arguments: list[str]) -> int:
     """Print the report."""
+    parser_of("info").parse_args(arguments)
     width = max(shutil.get_terminal_size((100, 24)).columns, 60)
     for label, text in facts():
         print(
