@@ -189,7 +189,6 @@ class LiveState:
             is_empty = isinstance(states[name], Mapping) and not states[name]
             required = () if is_empty else self.update.required_state(options[id(params[name])])
             portable_state.check_state(name, _counted(states[name], required), params[name], required)
-            self.update.check_state(name, states[name])
         portable_state.check_shared(state_dict["optimizer"], self._shared(copy=False), strict=strict)
         for index, group in enumerate(groups):
             portable_state.loadable_options(group, index)

@@ -28,7 +28,6 @@ from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.rules import MOMENT_CODES
 from megascale.step.compact_state import is_code
-from megascale.step.torch_states import require_count
 from megascale.utils.dtensors import to_local
 from megascale.utils.param_names import by_position, renames
 from megascale.utils.portable import NO_OPTIONS, PRIMITIVES, plain, portable
@@ -227,10 +226,19 @@ def check_state(name: str, state: Any, param: Tensor, required: Collection[str])
         elif key != "step":
             check_tensor(name, key, state[key], param)
         else:
-            require_count(name, state[key])
+            _require_count(name, state[key])
     portable(state, f"state[{name!r}]", copy=False)
     for key, value in state.items():
         _require_values(f"{key} of {name!r}", value)
+
+
+def _require_count(name: str, step: Any) -> None:
+    """Raise StateDictError unless the saved ``step`` of the parameter ``name`` is one number."""
+    if not isinstance(step, (int, float)) and not (
+        isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex()
+    ):
+        described = f"{step.dtype} tensor" if isinstance(step, Tensor) else f"{step!r} of type {type(step).__name__}"
+        raise StateDictError(f"optimizer state of {name!r} has a step that is not one number: {described}")
 
 
 def check_codes(name: str, key: str, state: Mapping[str, Any], param: Tensor) -> None:

@@ -418,18 +418,15 @@ class StepRecipe:
         if not self.errors.consensus.is_alone:
             self._join_guard.check(param.model for member in self.members for param in member.main_params)
         for member in self.members:
-            if member.chain is None or member.chain() is self:
-                continue
-            gc.collect()  # a chain that only a reference cycle keeps counts as dropped
-            if member.chain() is None:
-                member.chain = None
-                continue
-            return UsageError(
-                f"the optimizer of {listed([param.name for param in member.main_params])} is in a ChainedOptimizer, "
-                "which takes one decision for all of its optimizers: call step(), prepare_grads() and "
-                "clip_grad_norm_() of the ChainedOptimizer that was built last; to step this optimizer by itself, drop "
-                "that one first (del)"
-            )
+            if member.chain is not None and member.chain() not in (None, self):
+                gc.collect()  # a chain that only a reference cycle keeps counts as dropped
+                if member.chain() is not None:
+                    names = listed([param.name for param in member.main_params])
+                    return UsageError(
+                        f"the optimizer of {names} is in a ChainedOptimizer, which takes one decision for all of its "
+                        "optimizers: call step(), prepare_grads() and clip_grad_norm_() of the ChainedOptimizer that "
+                        "was built last; to step this optimizer by itself, drop that one first (del)"
+                    )
         return None
 
     def _is_loss_scaled(self) -> bool:

@@ -40,7 +40,8 @@ class ScaleFloor:
     """Counts overflows in a row at the smallest scale. Every rank counts the same, as all have the same scale.
 
     The scale is on the device. The host looks at it only after an overflow, and never waits: on a CPU it reads the
-    scale at once, on an accelerator it has it one step later, when it learns of the next overflow.
+    scale at once, on an accelerator it has it one step later, when it learns of the next overflow. There the first of
+    a row is not counted.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,6 @@ class ScaleFloor:
     def clear(self) -> None:
         """Begin the count anew."""
         self._count = 0
-        self._unknown = 0  # overflows just before, for which the scale is not known yet
         self._view = HostView()
 
     def observe(self, overflowed: bool, scaler: MegatronGradScaler | None) -> int:
@@ -65,13 +65,7 @@ class ScaleFloor:
             return 0
         live = scaler.live_scale
         scale = known_values(live, self._view, late=live.device.type != "cpu")
-        if scale is None:
-            self._unknown += 1
-        elif scale[0] <= lowest * ROUNDING:
-            # An overflow whose scale came too late has left it at the minimum.
-            self._count, self._unknown = self._count + 1 + self._unknown, 0
-        else:
-            self._count = self._unknown = 0
+        self._count = self._count + 1 if scale is not None and scale[0] <= lowest * ROUNDING else 0
         return self._count
 
 

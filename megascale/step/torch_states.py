@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.errors import StateDictError
 from megascale.main_params.main_param import MainParam
 from megascale.utils.dtypes import HALF_DTYPES
 
@@ -20,15 +19,6 @@ PER_PARAMETER = frozenset({"eta", "mu", "mu_product", "step"})
 def is_per_element(key: str, value: Tensor, param: Tensor) -> bool:
     """Return whether a whole state tensor has one element per element of ``param``. For 0-d ones ``key`` decides."""
     return value.shape == param.shape and (value.dim() > 0 or key not in PER_PARAMETER)
-
-
-def require_count(name: str, step: Any) -> None:
-    """Raise StateDictError unless the saved ``step`` of the parameter ``name`` is one number."""
-    if not isinstance(step, (int, float)) and not (
-        isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex()
-    ):
-        described = f"{step.dtype} tensor" if isinstance(step, Tensor) else f"{step!r} of type {type(step).__name__}"
-        raise StateDictError(f"optimizer state of {name!r} has a step that is not one number: {described}")
 
 
 def widen(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: MainParam) -> None:

@@ -4,7 +4,7 @@ What has kernels is updated by these instead: :mod:`megascale.step.kernel_update
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from megascale.main_params.main_param import MainParam
 from megascale.rules import BY_KIND, KINDS
 from megascale.step.kernel_state import rate
 from megascale.step.lending import is_narrow, lent
-from megascale.step.torch_states import is_torchs, require_count, widen
+from megascale.step.torch_states import is_torchs, widen
 from megascale.step.update import MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import is_cut, to_local
 from megascale.utils.wording import either
@@ -100,11 +100,6 @@ class GeneralUpdate:
         """Raise an error for options of a param group that :meth:`prepare` could not use."""
         if "lr" in options:
             rate(options)
-
-    def check_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Raise StateDictError for a saved state of the parameter ``name`` that no step could read."""
-        if is_torchs(self.optimizer) and "step" in state:
-            require_count(name, state["step"])
 
     def load_state(self, param: MainParam, state: dict[str, Any]) -> dict[str, Any]:
         """Return a loaded state, which was checked, as the optimizer's state is to show it: in its place, if any.
