@@ -8,37 +8,28 @@ steps landed before it, exactly.
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import (
-    CyclicLR,
-    LRScheduler,
-    OneCycleLR,
-    ReduceLROnPlateau,
-)
-from torch.optim.swa_utils import SWALR
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError, UsageError
+from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
 from megascale.host_view import HostView
 from megascale.landed.learning_rates import GroupRates, number_of, takes_rates_on_device
 from megascale.landed.steps import StepOutcomes
 from megascale.utils.calls import methods_outside_of_graphs
-from megascale.utils.nests import are_equal
 from megascale.utils.portable import LEAVES, plain
 
 _OWN = frozenset(("scheduler", "optimizer", "_outcomes", "_rates", "_view", "_pending"))
 """The attributes of a LandedLRScheduler; all others are those of the schedule in it."""
-_ABSENT = object()
 
 
 class _Advance(NamedTuple):
-    """An advance that is taken back if its step was skipped: the schedule's state before and after, rates before."""
+    """What is restored if an advance turns out to have been made for a skipped step: the state and rates before it."""
 
-    before: dict[str, Any]
-    after: dict[str, Any]
+    state: dict[str, Any]
     rates: list[float]
 
 
@@ -62,11 +53,10 @@ class LandedLRScheduler(LRScheduler):
     - other code has written the rate's tensor, as ``load_state_dict`` does: it is read once. A number put into
       ``group["lr"]`` needs no wait. The schedule goes on from the new rate, as torch's own do.
 
-    A param group that is added later follows the schedule from its own rate. OneCycleLR, CyclicLR, SWALR and a list of
-    functions have one entry per group: with these, a later group raises UsageError.
+    Add all param groups before the scheduler is built: with a later one :meth:`step` raises UsageError.
 
-    All other attributes (``last_epoch``, ``base_lrs``, ...) are the wrapped scheduler's; reading or setting one waits
-    too. After a skipped step only what the advance itself has changed is as it was before.
+    All other attributes (``last_epoch``, ``base_lrs``, ...) are the wrapped scheduler's; reading or setting one here
+    waits too. After a skipped step the wrapped scheduler's state is what it was before.
 
     Args:
         scheduler: any of torch's but ReduceLROnPlateau, which follows a metric and not steps. Step it through the
@@ -105,7 +95,6 @@ class LandedLRScheduler(LRScheduler):
         """
         landed = self._outcomes.landed(success)
         self._undo_if_skipped(self._view.push({"landed": landed}))
-        self._extend_to_new_groups()
         self._rates.pull()
         state, rates, options = _copied(self.scheduler.state_dict()), list(self._rates.numbers), self._other_options()
         on_device = landed if takes_rates_on_device(self.optimizer) and isinstance(landed, Tensor) else None
@@ -121,7 +110,7 @@ class LandedLRScheduler(LRScheduler):
                 raise
             return
         if on_device is not None and self._other_options() == options:
-            self._pending = _Advance(state, _copied(self.scheduler.state_dict()), rates)
+            self._pending = _Advance(state, rates)
             self._rates.select(on_device, rates)
         elif must_wait or self._has_landed():
             self._rates.push()
@@ -196,32 +185,6 @@ class LandedLRScheduler(LRScheduler):
         with self._rates.as_numbers():
             self.scheduler.step()
 
-    def _extend_to_new_groups(self) -> None:
-        """Extend the schedule to param groups that were added since; each starts from its own rate.
-
-        Closed-form schedules take that rate for the initial one; recursive ones multiply it.
-
-        Raises UsageError for a schedule whose bounds or functions were given by group.
-        """
-        groups = self.optimizer.param_groups
-        for scheduler in _parts(self.scheduler):
-            known = getattr(scheduler, "base_lrs", None)
-            if not isinstance(known, list) or len(known) >= len(groups):
-                continue
-            lambdas = getattr(scheduler, "lr_lambdas", None)
-            by_group = lambdas is not None and any(one is not lambdas[0] for one in lambdas)
-            if by_group or isinstance(scheduler, (OneCycleLR, CyclicLR, SWALR)):
-                raise UsageError(
-                    f"param group {len(known)} was added after the {type(scheduler).__name__} was built, which has "
-                    f"{'functions' if by_group else 'bounds'} for each group; add the group first, or build the "
-                    "schedule anew with last_epoch"
-                )
-            for group in groups[len(known) :]:
-                group.setdefault("initial_lr", number_of(group["lr"]))
-                known.append(number_of(group["initial_lr"]))
-                if lambdas is not None:
-                    lambdas.append(lambdas[0])
-
     def _has_landed(self) -> bool:
         """Wait, and return whether the step that was pushed last has landed."""
         heard = self._view.flush()
@@ -233,13 +196,12 @@ class LandedLRScheduler(LRScheduler):
     def _undo_if_skipped(self, heard: dict[str, float] | None) -> None:
         """Undo an advance that was made for a skipped step: of rates and the schedule's state, it changed nothing else.
 
-        The device's rates have not followed it. What the program has written since stays.
+        The device's rates have not followed it.
         """
         pending, self._pending = self._pending, None
         if pending is not None and heard is not None and heard["landed"] == 0:
-            now = self.scheduler.state_dict()
-            self.scheduler.load_state_dict(_taken_back(now, pending.before, pending.after))
-            self._rates.numbers[: len(pending.rates)] = pending.rates
+            self.scheduler.load_state_dict(pending.state)
+            self._rates.numbers = pending.rates
 
     def _return_to(self, state: dict[str, Any], rates: list[float], options: list[dict[str, Any]]) -> None:
         """Undo an advance that was made just now."""
@@ -253,20 +215,6 @@ class LandedLRScheduler(LRScheduler):
             {key: value for key, value in group.items() if key not in ("params", "lr") and _is_plain(value)}
             for group in self.optimizer.param_groups
         ]
-
-
-def _taken_back(now: Any, before: Any, after: Any) -> Any:
-    """Return ``now`` with what changed from ``before`` to ``after`` as it was, but for what was changed again since."""
-    if type(now) is type(before) is type(after) is dict:
-        made = {
-            key: _taken_back(now.get(key, _ABSENT), before.get(key, _ABSENT), after.get(key, _ABSENT))
-            for key in {**before, **now}
-        }
-        return {key: value for key, value in made.items() if value is not _ABSENT}
-    kind = type(now)
-    if kind in (list, tuple) and kind is type(before) is type(after) and len(now) == len(before) == len(after):
-        return kind(map(_taken_back, now, before, after))
-    return before if are_equal(now, after) and not are_equal(before, after) else now
 
 
 def _check(scheduler: Any, optimizer: Any) -> torch.optim.Optimizer:
@@ -293,13 +241,6 @@ def _check(scheduler: Any, optimizer: Any) -> torch.optim.Optimizer:
             "optimizer that wraps it"
         )
     return optimizer
-
-
-def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    """Yield a scheduler and those that it is made of, as SequentialLR and ChainedScheduler are."""
-    yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
-        yield from _parts(part)
 
 
 def _make_plain(scheduler: LRScheduler) -> None:

@@ -59,7 +59,6 @@ NAMES = {
     "torch.optim.Adam._step_supports_amp_scaling": "tells that an optimizer skips on the device",
     "torch.optim.lr_scheduler.LRScheduler._opt_called": "tells an LR scheduler that the optimizer has stepped",
     "torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched": "tells a scheduler's wrapper of `step()` from a user's",
-    "torch.optim.lr_scheduler.SequentialLR._schedulers": "finds the schedulers that one is made of",
     # Modules
     "torch.nn.Module._parameters": "lends averages to the model; what a module reads in forward",
     "torch.nn.Module._modules": "tells modules that hold nothing, and need not wait in forward",

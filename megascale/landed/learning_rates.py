@@ -33,17 +33,14 @@ class GroupRates:
     def pull(self) -> None:
         """Take over rates that others put into the groups. A tensor that they wrote is read on the host.
 
-        A number whose rounding the tensor still is keeps all its bits. Groups may have been added.
+        A number whose rounding the tensor still is keeps all its bits.
 
-        Raises UsageError if there are fewer than before.
+        Raises UsageError if groups were added or removed.
         """
-        added = self._optimizer.param_groups[len(self.numbers) :]
-        self.numbers += [number_of(group["lr"]) for group in added]
-        self._written += [None] * len(added)
-        if len(self.numbers) > len(self._optimizer.param_groups):
+        if len(self.numbers) != len(self._optimizer.param_groups):
             raise UsageError(
                 f"there were {len(self.numbers)} param groups when the schedule was built, now there are "
-                f"{len(self._optimizer.param_groups)}; build the schedule anew"
+                f"{len(self._optimizer.param_groups)}; add groups first, or build the schedule anew with last_epoch"
             )
         for index, group in enumerate(self._optimizer.param_groups):
             lr = group["lr"]
