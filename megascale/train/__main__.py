@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from megascale.errors import ArgumentError, UsageError
-from megascale.utils.program import outliving_its_reader, run_program
+from megascale.utils.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def _train(arguments: list[str]) -> int:
         print(usage())
         return 0
     config = load_config(arguments)
-    with outliving_its_reader(), Runtime(config.threads, config.distributed.timeout) as runtime:
+    with Runtime(config.threads, config.distributed.timeout) as runtime:
         return Trainer(config, runtime).run()
 
 

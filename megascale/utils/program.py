@@ -8,8 +8,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Mapping, Sequence
 
 from megascale.errors import MegascaleError
 from megascale.version import VERSION
@@ -53,7 +52,10 @@ def run_program(
         finally:
             sys.stdout.flush()  # here, where a closed pipe can be handled, not at exit
     except MegascaleError as error:
-        _complain(prefix, _replaced(str(error), as_typed or {}))
+        message = str(error)
+        for said, typed in (as_typed or {}).items():
+            message = message.replace(said, typed)
+        _complain(prefix, message)
         return next((status for kind, status in (statuses or {}).items() if isinstance(error, kind)), 1)
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
@@ -61,19 +63,11 @@ def run_program(
             raise
         _complain(prefix, f"this needs {module}, which is not installed: pip install 'megascale[{EXTRAS[module]}]'")
         return 1
-    except BrokenPipeError:
-        _drop_output(sys.stdout)
+    except BrokenPipeError:  # the interpreter flushes buffered output at exit: into the null device
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-@contextlib.contextmanager
-def outliving_its_reader() -> Iterator[None]:
-    """Return a context in which output to a closed pipe is dropped, so that a long run continues."""
-    with contextlib.redirect_stdout(_Outliving(sys.stdout)), contextlib.redirect_stderr(_Outliving(sys.stderr)):
-        yield
-        sys.stdout.flush()
 
 
 def non_negative(text: str) -> int:
@@ -87,42 +81,6 @@ def non_negative(text: str) -> int:
     return number
 
 
-class _Outliving:
-    """A stream that drops output once its pipe is closed."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            _drop_output(self._stream)
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            _drop_output(self._stream)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 def _complain(prefix: str, message: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         print(f"{prefix}: {message}", file=sys.stderr, flush=True)
-
-
-def _replaced(message: str, phrases: Mapping[str, str]) -> str:
-    for said, typed in phrases.items():
-        message = message.replace(said, typed)
-    return message
-
-
-def _drop_output(stream: TextIO) -> None:
-    """Redirect ``stream``, with its buffered output, to the null device, as the interpreter flushes it at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
