@@ -1,4 +1,4 @@
-"""The apex backend: multi-tensor kernels of NVIDIA apex (module ``amp_C``), else TransformerEngine's copies of them.
+"""The apex backend: multi-tensor kernels of NVIDIA apex (module ``amp_C``).
 
 Used on CUDA tensors in fp16, bf16 and fp32:
 
@@ -12,7 +12,7 @@ Left to TorchBackend, which this one extends:
 * Statistics. apex has an L2 norm, but counts neither non-finite elements nor zeros: a norm that is not finite means at
   least one such element in fp16, and perhaps none in bf16 and fp32.
 * ``unscale`` and SGD: ``multi_tensor_scale`` and ``multi_tensor_sgd`` take their factors as host numbers, and ours is
-  on the device. Only TransformerEngine has a form of the first that reads it there.
+  on the device.
 * Lion, amsgrad, fp64, 16-bit moments, tensors with different memory layouts, CPU tensors: there are no kernels.
 
 A call of the Adam kernels has one step count, our parameters have one each, on the device, so that each parameter has a
@@ -21,8 +21,7 @@ launch of its own: which counts are equal the host does not know.
 Results are not the reference's bits: betas are rounded to fp32 before 1 - beta is taken, and ``amp_C`` is compiled with
 fast math, so that roots, quotients and powers are approximate.
 
-Facts from NVIDIA/apex at 6424da3b (csrc/multi_tensor_adam.cu, multi_tensor_apply.cuh, update_scale_hysteresis.cu) and
-NVIDIA/TransformerEngine at d0067d0d (transformer_engine/common/multi_tensor).
+Facts from NVIDIA/apex at 6424da3b (csrc/multi_tensor_adam.cu, multi_tensor_apply.cuh, update_scale_hysteresis.cu).
 """
 
 import importlib
@@ -36,28 +35,25 @@ from megascale.errors import UsageError
 from megascale.kernels.blocks import RoundingWatch, Row, blocks_of, rows_of
 from megascale.kernels.decision import Decision
 from megascale.kernels.protocol import Operands
-from megascale.kernels.remainders import of_trained
+from megascale.kernels.rounding import of_trained
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.rules import AdamHyper
 
 CHUNK = 1 << 16  # elements of one thread block; apex's own choice
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-APEX, TRANSFORMER_ENGINE = "amp_C", "transformer_engine.pytorch.optimizers"
-REMEDY = "build NVIDIA apex from source with APEX_CPP_EXT=1 APEX_CUDA_EXT=1"
+APEX = "amp_C"
 
 
 class ApexBackend(TorchBackend):
     """See :class:`megascale.kernels.Backend`.
 
     Raises:
-        UsageError: neither apex's CUDA extension nor TransformerEngine is installed, or a kernel is missing; names the
-            remedy.
+        UsageError: apex's CUDA extension is not installed; names the remedy.
     """
 
     name = "apex"
 
     def __init__(self) -> None:
-        super().__init__()
         # Each takes chunk size, no-op flag and lists of tensors first.
         self._adam, self._adam_with_main = _load_kernels()
 
@@ -88,11 +84,9 @@ class ApexBackend(TorchBackend):
                 moments = [exp_avgs, exp_avg_sqs]
                 lists = [copies, models, *moments, mains] if fuses else [copies, mains, *moments]
                 numbers = (lr, hyper.beta1, hyper.beta2, hyper.eps, count.reshape(1), int(hyper.decoupled))
-                # TransformerEngine launches on the current device's stream, wherever the tensors are. Mode 0 adds
-                # weight decay to the gradient; the 1 asks for the bias correction.
-                with torch.accelerator.device_index(device.index):
-                    kernel = self._adam_with_main if fuses else self._adam
-                    kernel(CHUNK, noop, lists, *numbers, 1, hyper.weight_decay, inv_scale)
+                # Mode 0 adds weight decay to the gradient; the 1 asks for the bias correction.
+                kernel = self._adam_with_main if fuses else self._adam
+                kernel(CHUNK, noop, lists, *numbers, 1, hyper.weight_decay, inv_scale)
                 if not fuses and model.dtype != torch.float32:
                     torch._foreach_copy_(models, mains)
                 watch.observe([index] * len(mains), mains, models)
@@ -100,31 +94,18 @@ class ApexBackend(TorchBackend):
         return watch.flags(device)
 
 
-def _load_kernels() -> list[Callable[..., Any]]:
-    """Return the kernels of apex where it is installed, else TransformerEngine's.
-
-    Raises UsageError: neither is, or a kernel is missing. Any other failure to import is raised.
-    """
-    for module in (APEX, TRANSFORMER_ENGINE):
-        try:
-            library = importlib.import_module(module)
-            break
-        except ModuleNotFoundError as error:
-            if error.name != module.partition(".")[0]:
-                raise
-    else:
+def _load_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the kernels. Raises UsageError where apex is not installed; any other failure to import is raised."""
+    try:
+        library = importlib.import_module(APEX)
+    except ModuleNotFoundError as error:
+        if error.name != APEX:
+            raise
         raise UsageError(
-            f"backend 'apex' needs module {APEX} or {TRANSFORMER_ENGINE}, neither of which is installed: {REMEDY}, or "
-            "install transformer_engine[pytorch], or choose backend 'torch'"
-        )
-    names = ("multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master")
-    missing = [name for name in names if not hasattr(library, name)]
-    if missing:
-        raise UsageError(
-            f"backend 'apex' found {library.__name__} without {', '.join(missing)}: install a newer version, or choose "
-            "backend 'torch'"
-        )
-    return [getattr(library, name) for name in names]
+            f"backend 'apex' needs module {APEX}, which is not installed: build NVIDIA apex from source with "
+            "APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or choose backend 'torch'"
+        ) from error
+    return library.multi_tensor_adam_capturable, library.multi_tensor_adam_capturable_master
 
 
 def _takes(row: Row) -> bool:

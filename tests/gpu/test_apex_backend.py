@@ -1,6 +1,6 @@
-"""The apex backend against the reference, on a GPU with NVIDIA apex or TransformerEngine.
+"""The apex backend against the reference, on a GPU with NVIDIA apex.
 
-Tolerances: ``amp_C`` is compiled with fast math, and both libraries round betas to fp32 before they take 1 - beta. The
+Tolerances: ``amp_C`` is compiled with fast math, and rounds betas to fp32 before it takes 1 - beta. The
 latter is 1.3e-5 of a second moment. A fast power is off by up to 4e-7, 4e-4 of the second bias correction of the
 first step and changes its update by 2e-4, later updates by less: in all by under 1e-3 of one step of size lr.
 """

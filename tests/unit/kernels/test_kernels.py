@@ -386,7 +386,7 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
         select_backend()
     with pytest.raises(ArgumentError, match=r"backend must be one of .* got 'fast'"):
         select_backend("fast")
-    if importlib.util.find_spec("amp_C") is None and importlib.util.find_spec("transformer_engine") is None:
+    if importlib.util.find_spec("amp_C") is None:
         with pytest.raises(UsageError, match="apex"):
             select_backend("apex")
 
