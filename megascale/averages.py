@@ -264,19 +264,12 @@ class AveragedMainParams:
         for (name, buffer), average in zip(self._buffers.items(), self._averaged_buffers.averages, strict=True):
             yield name, dtensor_like(average, buffer)
 
-    def _buffer(self, name: str) -> Tensor | None:
-        module, _, key = name.rpartition(".")
-        return self.model.get_submodule(module)._buffers[key]
+    def _buffer(self, name: str) -> Tensor:
+        return self.model.get_buffer(name)
 
     def _live_buffers(self) -> list[Tensor]:
         """Return the model's buffers as they are now: modules may have replaced them."""
-        live = [self._buffer(name) for name in self._buffers]
-        for (name, known), buffer in zip(self._buffers.items(), live, strict=True):
-            if buffer is None or buffer.shape != known.shape:
-                raise UsageError(
-                    f"buffer {name!r} has changed its shape since AveragedMainParams was built; build it anew"
-                )
-        return [to_local(buffer) for buffer in live if buffer is not None]
+        return [to_local(self._buffer(name)) for name in self._buffers]
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[MainParams]:

@@ -77,22 +77,14 @@ class _Copy:
                 self._buffer, self._event = read._buffer, read._event
             else:
                 self._buffer = torch.empty(row.shape, dtype=row.dtype, device="cpu", pin_memory=True)
-                self._event = _sleeping_event(row.device)
+                # The host sleeps until it: CUDA's other events spin on a core that ranks share.
+                self._event = torch.get_device_module(row.device).Event(blocking=True)
             self._buffer.copy_(row, non_blocking=True)
             # Without a stream it would be that of the device that is current.
-            module = torch.get_device_module(row.device)
-            self._event.record(getattr(module, "current_stream", torch.accelerator.current_stream)(row.device))
+            self._event.record(torch.get_device_module(row.device).current_stream(row.device))
 
     def read(self) -> dict[str, float]:
         if self._event is not None:
             self._event.synchronize()
         copied = iter([] if self._buffer is None else self._buffer.tolist())
         return {name: next(copied) if number is None else number for name, number in self._numbers.items()}
-
-
-def _sleeping_event(device: torch.device) -> Any:
-    """Return an event for which the host sleeps, where there is one: CUDA's others spin on a core that ranks share."""
-    try:
-        return torch.get_device_module(device).Event(blocking=True)
-    except (AttributeError, TypeError):
-        return torch.Event(device)

@@ -28,7 +28,8 @@ def on_first_rank(make: Callable[[], str]) -> None:
         return
     is_quiet = validate.one_of(QUIET_VARIABLE, os.environ.get(QUIET_VARIABLE) or "0", ("0", "1")) == "1"
     is_logged = _logger.isEnabledFor(logging.INFO) and _logger.hasHandlers()
-    if is_quiet or not (is_logged or _is_terminal()):
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()  # None as in a daemon
+    if is_quiet or not (is_logged or is_terminal):
         return
     text = make()
     if text in _told:
@@ -43,10 +44,3 @@ def on_first_rank(make: Callable[[], str]) -> None:
 def is_first_rank() -> bool:
     """Return whether this is rank 0 of the world, or the only process."""
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _is_terminal() -> bool:
-    try:
-        return sys.stderr.isatty()
-    except (AttributeError, ValueError):  # there is none, or it is closed
-        return False

@@ -32,17 +32,9 @@ def atomic_write(target: Path, *, overwrite: bool) -> Iterator[Path]:
         yield unnamed
         with open(unnamed, "rb") as stream:
             os.fsync(stream.fileno())
-        if overwrite:
-            os.replace(unnamed, target)
-        else:
-            try:
-                os.link(unnamed, target)
-            except FileExistsError:
-                raise
-            except OSError:  # a file system without hard links
-                if target.exists():
-                    raise FileExistsError(f"{target} exists already") from None
-                os.replace(unnamed, target)
+        if target.exists() and not overwrite:
+            raise FileExistsError(f"{target} exists already")
+        os.replace(unnamed, target)
         sync_folder(target.parent)
     finally:
         unnamed.unlink(missing_ok=True)

@@ -5,12 +5,11 @@ A group of None means "this rank alone": every function then returns without com
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import lru_cache, partial
-from threading import Lock, Thread
+from functools import lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -280,17 +279,15 @@ def twin_group(group: ProcessGroup | None) -> ProcessGroup | None:
     Every rank of ``group`` calls it together. The new group lives until torch.distributed is destroyed.
 
     Raises:
-        RankError: gloo cannot connect the ranks, or another rank has not joined within the group's timeout.
+        RankError: gloo cannot connect the ranks.
     """
     if group is None or group.size() == 1:
         return None
     ranks = list(group_ranks(group))
     is_part = len(ranks) != dist.get_world_size()
-    timeout = timeout_of(group)
-    make = partial(dist.new_group, ranks, backend="gloo", timeout=timeout, use_local_synchronization=is_part)
     try:
         with _numbers_of_their_own(ranks) if is_part else nullcontext():
-            return make() if timeout is None else _joined(make, timeout)
+            return dist.new_group(ranks, timeout_of(group), backend="gloo", use_local_synchronization=is_part)
     except RuntimeError as error:
         raise RankError(
             f"no gloo group of ranks {ranks}, over which objects and checkpoints travel: {error}. Where hosts have "
@@ -313,27 +310,6 @@ def _numbers_of_their_own(ranks: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         world.group_count = counted
-
-
-def _joined(make: Callable[[], ProcessGroup], timeout: timedelta) -> ProcessGroup:
-    """Return what ``make`` returns. Where a rank dies while a group is made, torch and gloo wait for many timeouts."""
-    made: Future[ProcessGroup] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except BaseException as error:  # result() raises it
-            made.set_exception(error)
-
-    Thread(target=run, name="megascale new group", daemon=True).start()
-    with suppress(TimeoutError):  # of this wait, not of what is waited for
-        made.exception(timeout.total_seconds())
-    if not made.done():
-        raise dist.DistNetworkError(
-            f"Timed out waiting {timeout.total_seconds() * 1000:.0f}ms for the other ranks to join a new process "
-            "group: one of them has ended or stands still"
-        )
-    return made.result()
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:

@@ -17,15 +17,14 @@ from megascale.utils.portable import plain
 
 
 def comparable(value: Any) -> Any:
-    """Return ``value`` in the form that equal ones share: a number, a word, None, or a tuple or dict of such."""
+    """Return ``value`` in the form that equal ones share: a number, a word, a dtype, None, or a tuple or dict of
+    such.
+    """
     value = plain(value)
-    if value is None or isinstance(value, str):
+    if value is None or isinstance(value, str | torch.dtype):
         return value
     if isinstance(value, numbers.Real):
-        try:
-            return float(value) + 0.0  # -0.0 becomes 0.0
-        except OverflowError:  # an integer that is too large
-            return repr(value)
+        return float(value) + 0.0  # -0.0 becomes 0.0
     if isinstance(value, tuple | list):
         return tuple(map(comparable, value))
     if isinstance(value, Tensor):
@@ -36,8 +35,6 @@ def comparable(value: Any) -> Any:
     if isinstance(value, Mapping):
         pairs = [(repr(comparable(key)), comparable(own)) for key, own in value.items()]
         return dict(sorted(pairs, key=lambda pair: pair[0]))
-    if isinstance(value, torch.dtype):
-        return repr(value)
     if isinstance(value, torch.device):
         return f"a device of type {value.type}"
     return f"an object of {type(value).__module__}.{type(value).__qualname__}"

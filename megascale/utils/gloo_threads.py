@@ -20,28 +20,22 @@ _WORKER = "pt_gloo_runloop"
 _QUIET_LOOKS = 3
 """How many times in a row all of them must be found asleep."""
 _PATIENCE_S = 5.0
-_BLIND_S = 0.05
-"""How long to wait, in seconds, where the system does not show the threads' states."""
 
 
 @atexit.register
 def let_workers_finish() -> None:
     """Sleep, so that Python's lock is free, until no worker thread of gloo's runs or wants to run."""
-    if not _THREADS.is_dir():
-        if "torch.distributed" in sys.modules:
-            time.sleep(_BLIND_S)
-        return
     end = time.monotonic() + _PATIENCE_S
     quiet_looks = 0
     while quiet_looks < _QUIET_LOOKS and time.monotonic() < end and any(_worker_states()):
         # A thread that waits for the lock gets it within a switch interval, even while other threads run Python.
-        time.sleep(min(sys.getswitchinterval(), _BLIND_S))
+        time.sleep(min(sys.getswitchinterval(), 0.05))
         quiet_looks = quiet_looks + 1 if all(state == "S" for state in _worker_states()) else 0
 
 
 def _worker_states() -> Iterator[str]:
     """Yield the state letter of each worker thread, as proc(5) has it; S is asleep."""
-    for thread in _THREADS.iterdir():
+    for thread in _THREADS.glob("*"):
         try:
             name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:  # the thread has just ended

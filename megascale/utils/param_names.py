@@ -39,23 +39,18 @@ def renames(given: Iterable[str], live: Iterable[str], what: str) -> dict[str, s
         StateDictError: two names of one side would be the same, and the other side has it. It names both.
     """
     there, here = dict.fromkeys(given), dict.fromkeys(live)
-    theirs, ours = (_grouped(side, WRAPPERS, but=there.keys() & here.keys()) for side in (there, here))
+    theirs, ours = (_grouped(side, but=there.keys() & here.keys()) for side in (there, here))
     found: dict[str, str] = {}
     for name in (name for name in theirs if name in ours):
         saved, own = theirs[name], ours[name]
-        if len(saved) == len(own) == 1:
-            found[saved[0]] = own[0]
-            continue
-        # Without torch.compile's part, which no attribute of a user's is called, they may be equal.
-        left, right = _grouped(saved, [COMPILED]), _grouped(own, [COMPILED])
-        if left.keys() != right.keys() or not len(left) == len(right) == len(saved) == len(own):
+        if len(saved) > 1 or len(own) > 1:
             side, both = (what, saved) if len(saved) > 1 else ("what loads it", own)
             raise StateDictError(
                 f"{side} has both {both[0]!r} and {both[1]!r}, and 'module.' and '_orig_mod.' are left out of names "
                 f"that are compared, so either may be {(own if both is saved else saved)[0]!r}; load into a model that "
                 "is wrapped as the saved one was, or rename the keys"
             )
-        found |= {one: right[key][0] for key, [one] in left.items()}
+        found[saved[0]] = own[0]
     return found
 
 
@@ -92,12 +87,12 @@ def _by_group(groups: Sequence[Sequence[str]]) -> str:
     return " and ".join(f"{len(names)} parameters ({listed(names)})" for names in groups) or "no parameters"
 
 
-def _grouped(names: Iterable[str], parts: Collection[str], but: Collection[str] = ()) -> dict[str, list[str]]:
-    """Return the names, except for ``but``, by what they are without ``parts``."""
+def _grouped(names: Iterable[str], but: Collection[str]) -> dict[str, list[str]]:
+    """Return the names, except for ``but``, by what they are without the parts that wrappers put into them."""
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         if name not in but:
-            groups[_without(parts, name)].append(name)
+            groups[_without(WRAPPERS, name)].append(name)
     return groups
 
 

@@ -94,16 +94,3 @@ def test_states_are_those_of_gloos_threads(monkeypatch: pytest.MonkeyPatch, tmp_
             (tmp_path / thread / "stat").write_text(text)
     monkeypatch.setattr(gloo_threads, "_THREADS", tmp_path)
     assert sorted(gloo_threads._worker_states()) == ["R", "S"]
-
-
-def test_where_threads_are_not_shown_a_moment_must_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For a process that may have used gloo."""
-    slept: list[float] = []
-    monkeypatch.setattr(gloo_threads, "_THREADS", tmp_path / "nowhere")
-    monkeypatch.setattr("time.sleep", slept.append)
-    monkeypatch.setitem(sys.modules, "torch.distributed", sys)
-    gloo_threads.let_workers_finish()
-    assert slept == [gloo_threads._BLIND_S]
-    monkeypatch.delitem(sys.modules, "torch.distributed")
-    gloo_threads.let_workers_finish()
-    assert len(slept) == 1

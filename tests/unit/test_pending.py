@@ -2,14 +2,12 @@
 
 import threading
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megascale.utils.collectives import Pending, _joined
+from megascale.utils.collectives import Pending
 
 
 @dataclass
@@ -67,19 +65,3 @@ def test_two_threads_wait_for_the_same_messages() -> None:
         thread.join(60)
     assert not any(thread.is_alive() for thread in both)
     assert log == ["a"]
-
-
-def test_a_group_that_others_do_not_join_is_given_up() -> None:
-    """After the group's timeout, which the error names. The thread that still waits keeps no process alive."""
-    end, waiting = threading.Event(), list[threading.Thread]()
-
-    def make() -> Any:
-        waiting.append(threading.current_thread())
-        end.wait()
-
-    try:
-        with pytest.raises(dist.DistNetworkError, match="Timed out waiting 20ms for the other ranks to join"):
-            _joined(make, timedelta(milliseconds=20))
-        assert [thread.daemon for thread in waiting] == [True]
-    finally:
-        end.set()

@@ -170,15 +170,10 @@ def test_a_name_that_both_sides_have_is_itself() -> None:
         model = wrap(Model(seed))
         return model, MixedPrecisionOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
 
-    for wrap in WRAPS["bare"], WRAPS["compiled"]:
-        model, optimizer = built(WRAPS["bare"], 0)
-        other, loaded = built(wrap, 1)
-        other.load_state_dict(dict(zip(other.state_dict(), model.state_dict().values(), strict=True)))
-        loaded.load_state_dict(optimizer.state_dict())
-    assert renames(["weight", "module.weight"], ["_orig_mod.weight", "_orig_mod.module.weight"], "it") == {
-        "weight": "_orig_mod.weight",
-        "module.weight": "_orig_mod.module.weight",
-    }
+    model, optimizer = built(WRAPS["bare"], 0)
+    other, loaded = built(WRAPS["bare"], 1)
+    other.load_state_dict(dict(zip(other.state_dict(), model.state_dict().values(), strict=True)))
+    loaded.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize(
