@@ -47,7 +47,7 @@ KINDS = [  # rule, dtype of parameters, dtypes of moments, remainders in place o
     ("momentum", torch.float16, FP32_MOMENTS, False),
     ("lion", torch.float16, FP32_MOMENTS, False),
 ]
-KERNELS = {ADAMW: "adam_kernel", "momentum": "sgd_kernel", "lion": "lion_kernel"}
+UPDATE = "update_kernel"
 STEPS = 8
 Kind = tuple[str, torch.dtype, tuple[torch.dtype, torch.dtype], bool]
 
@@ -89,7 +89,7 @@ def rows_of_registers(given: argparse.Namespace, tensors: int, device: torch.dev
         for kind in (kind for kind in KINDS if kind[2] == CODES):
             launch._COMPILED.clear()
             _, update = rows_of_kernels(given_work(given.numel, tensors, kind[1], device), kind, copy)
-            codes = [code for code, _ in launch._COMPILED.values() if code.name == KERNELS[ADAMW]]
+            codes = [code for code, _ in launch._COMPILED.values() if code.name == UPDATE]
             made = ", ".join(f"{code.n_regs} registers, {code.n_spills} spills" for code in codes)
             rows.append(update.replace("update and write back", f"at most {limit}: {made}"))
     backend.CODES_OPTIONS = usual
@@ -106,7 +106,7 @@ def rows_of_kernels(work: Work, kind: Kind, copy: float) -> list[str]:
     times = device_times(stepper.step)
     states = [named(moment) for moment, count in zip(moments, RULES[rule].states, strict=True) if count]
     name = f"{rule}, {named(dtype)}, {'/'.join(states)}{', remainders' if held else ''}"
-    found = {"statistics": "measure_kernel", "update and write back": KERNELS[rule]}
+    found = {"statistics": "measure_kernel", "update and write back": UPDATE}
     return [cells(name, what, stepper.traffic[what], work.numel, times[kernel], copy) for what, kernel in found.items()]
 
 

@@ -182,11 +182,6 @@ def lion(model: torch.dtype, grad: torch.dtype, held: bool = False) -> Call:
     )
 
 
-def writing_back(model: torch.dtype) -> Call:
-    """Rounding main params into model params."""
-    return lambda backend, memory: backend.write_back_(Operands(main=memory.column(SINGLE), model=memory.column(model)))
-
-
 def decoding(model: torch.dtype) -> Call:
     """Decoding main params that are held as remainders."""
     return lambda backend, memory: backend.decode_(memory.held(model))
@@ -245,8 +240,6 @@ CALLS: dict[str, Call] = {
     "Lion fp32": lion(SINGLE, SINGLE),
     "Lion fp16, remainders": lion(HALF, HALF, held=True),
     "Lion bf16, remainders": lion(BRAIN, BRAIN, held=True),
-    "write back fp16": writing_back(HALF),
-    "write back bf16": writing_back(BRAIN),
     "decode fp16": decoding(HALF),
     "decode bf16": decoding(BRAIN),
     "encode fp16": encoding(HALF),

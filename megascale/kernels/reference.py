@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megascale.kernels.compact_moments import decode_moments, encode_moments, exact_root
 from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
-from megascale.kernels.protocol import FP16_OVERFLOW, Operands
-from megascale.kernels.remainders import TorchRemainders, of_trained
+from megascale.kernels.protocol import Operands
+from megascale.kernels.rounding import TorchRounding, of_trained
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 
-class ReferenceBackend(TorchDecisions, TorchRemainders):
+class ReferenceBackend(TorchDecisions, TorchRounding):
     """Readable and slow. Every other backend is tested against it."""
 
     name = "reference"
@@ -108,18 +108,6 @@ class ReferenceBackend(TorchDecisions, TorchRemainders):
             _land_(held, hyper.beta2 * average + (1 - hyper.beta2) * g, found)
             _land_(main, p, found)
         return self.write_back_(operands)
-
-    def write_back_(self, operands: Operands) -> Tensor:
-        """See :class:`megascale.kernels.Backend`."""
-        flags = []
-        for main, model in zip(operands.main, operands.model, strict=True):
-            if model is not main:
-                model.copy_(main)
-            finite = (
-                main.abs() < FP16_OVERFLOW if model.dtype == torch.float16 else torch.ones_like(main, dtype=torch.bool)
-            )
-            flags.append(finite.all().logical_not())
-        return torch.stack(flags)
 
 
 def _exact(lr: float | Tensor) -> float | Tensor:

@@ -15,6 +15,7 @@ from megascale.kernels.protocol import Backend
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.utils import call_site, validate
+from megascale.utils.streams import has_streams
 
 ENVIRONMENT_VARIABLE = "MEGASCALE_BACKEND"
 
@@ -37,7 +38,7 @@ def select_backend(name: str = "auto", device: torch.device | None = None) -> Ba
         return _MAKERS[name](device)
     fastest = "native"
     if device is not None and device.type != "cpu":
-        fastest = "triton" if _is_accelerator(device) else "torch"
+        fastest = "triton" if has_streams(device) else "torch"
     return _or_torch(lambda: _MAKERS[fastest](device))
 
 
@@ -88,11 +89,6 @@ def why_not(name: str, device: torch.device) -> str | None:
     return None
 
 
-def _is_accelerator(device: torch.device) -> bool:
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and device.type == accelerator.type
-
-
 @functools.cache
 def _warn_once(message: str) -> None:
     call_site.warn(message)
@@ -102,7 +98,7 @@ def _triton(device: torch.device | None) -> Backend:
     from megascale.kernels.triton.backend import TritonBackend, require_launch
 
     backend = TritonBackend()
-    if device is not None and _is_accelerator(device):
+    if device is not None and has_streams(device):
         require_launch(device)
     return backend
 

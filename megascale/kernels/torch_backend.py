@@ -11,21 +11,18 @@ import torch
 from torch import Tensor
 
 from megascale.kernels.blocks import Block, RoundingWatch, Row, Scratch, blocks_of, pieces_of, rows_of, takes_many
-from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
+from megascale.kernels.decision import Decision, TensorStats, stats_dtype
 from megascale.kernels.protocol import Operands, runs_of
 from megascale.kernels.reference import ReferenceBackend
-from megascale.kernels.remainders import TorchRemainders, of_trained
+from megascale.kernels.rounding import of_trained
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 
-class TorchBackend(TorchDecisions, TorchRemainders):
+class TorchBackend(ReferenceBackend):
     """See :class:`megascale.kernels.Backend`."""
 
     name = "torch"
-
-    def __init__(self) -> None:
-        self._reference = ReferenceBackend()
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`.
@@ -51,7 +48,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
         rows = rows_of(operands, names)
         if rows is None or operands.has_codes:
-            return self._reference.adam_(operands, hyper, decision)
+            return super().adam_(operands, hyper, decision)
         steps = list(operands.step)
         # A list, because the overload for a single tensor reads it on the host.
         torch._foreach_add_(steps, [1 - decision.found_inf] * len(steps))
@@ -86,7 +83,7 @@ class TorchBackend(TorchDecisions, TorchRemainders):
         """See :class:`megascale.kernels.Backend`."""
         rows = rows_of(operands, ["momentum_buffer"] if hyper.momentum != 0 else [])
         if rows is None or (hyper.momentum != 0 and hyper.dampening != 0):
-            return self._reference.sgd_(operands, hyper, decision)
+            return super().sgd_(operands, hyper, decision)
 
         def update_(block: Block) -> None:
             buffers = block.widened(3) if hyper.momentum != 0 else []
@@ -114,21 +111,13 @@ class TorchBackend(TorchDecisions, TorchRemainders):
         """See :class:`megascale.kernels.Backend`. torch has no Lion kernel: the reference's code runs in cache."""
         rows = rows_of(operands, ["exp_avg"])
         if rows is None:
-            return self._reference.lion_(operands, hyper, decision)
+            return super().lion_(operands, hyper, decision)
 
         def update_(block: Block) -> None:
             main, grad, exp_avg = (block.column(index) for index in (0, 1, 3))
-            self._reference.lion_(Operands(main, main, grad, {"exp_avg": exp_avg}), hyper, decision)
+            ReferenceBackend.lion_(self, Operands(main, main, grad, {"exp_avg": exp_avg}), hyper, decision)
 
         return _by_blocks(rows, update_)
-
-    def write_back_(self, operands: Operands) -> Tensor:
-        """See :class:`megascale.kernels.Backend`."""
-        mains, models = operands.main, operands.model
-        torch._foreach_copy_(models, mains)
-        watch = RoundingWatch(len(mains))
-        watch.observe(range(len(mains)), mains, models)
-        return watch.flags(mains[0].device)
 
 
 def _measured(piece: Tensor, scratch: Scratch, count_zeros: bool) -> list[Tensor]:

@@ -17,7 +17,7 @@ from megascale.config import StepConfig
 from megascale.kernels import Backend, Decision, Operands
 from megascale.kernels.newton_schulz import iteration_dtype, orthogonalize
 from megascale.kernels.protocol import flags_at, runs_of
-from megascale.kernels.remainders import DECODED_NUMEL
+from megascale.kernels.rounding import DECODED_NUMEL
 from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import MUON, MuonHyper
 from megascale.step.kernel_update import KernelUpdate

@@ -6,7 +6,6 @@ fp64, with tensors whose memory layouts differ, or on other devices go to the to
 
 import ctypes
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,11 +24,9 @@ from megascale.kernels.decision import (
     ScaleRule,
     StepDecision,
     TensorStats,
-    TorchDecisions,
 )
 from megascale.kernels.native.library import library
 from megascale.kernels.protocol import Operands
-from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.tensors.forms import Forms
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.torch_backend import TorchBackend
@@ -100,7 +97,7 @@ class _Table(NamedTuple):
     forms: Forms
 
 
-class NativeBackend(TorchDecisions, TorchRemainders):
+class NativeBackend(TorchBackend):
     """See :class:`megascale.kernels.Backend`. Raises UsageError where native.c has no library.
 
     Args:
@@ -112,14 +109,13 @@ class NativeBackend(TorchDecisions, TorchRemainders):
     def __init__(self, num_threads: int | None = None) -> None:
         self._library = library()
         self._num_threads = num_threads
-        self._torch = TorchBackend()
         self._measured = _Lengths(np.empty(0, dtype=np.int64))
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`. Sums of squares are fp32 within 1,024 elements, fp64 across them."""
         looked = TensorList.of(grads)
         if not _are_readable(looked):
-            return self._torch.measure(grads, count_zeros)
+            return super().measure(grads, count_zeros)
         if not looked.forms.contiguous:
             looked = TensorList(None if one is None else one if flat([one]) else one.contiguous() for one in grads)
         numels = looked.forms.numels
@@ -183,50 +179,21 @@ class NativeBackend(TorchDecisions, TorchRemainders):
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
-        return self._update(operands, names, ADAM, hyper, decision, self._torch.adam_)
+        return self._update(operands, names, ADAM, hyper, decision, super().adam_)
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["momentum_buffer"] if hyper.momentum != 0 else []
-        return self._update(operands, names, SGD, hyper, decision, self._torch.sgd_)
+        return self._update(operands, names, SGD, hyper, decision, super().sgd_)
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        return self._update(operands, ["exp_avg"], LION, hyper, decision, self._torch.lion_)
+        return self._update(operands, ["exp_avg"], LION, hyper, decision, super().lion_)
 
     def write_back_(self, operands: Operands) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         every = Operands(model=operands.model, main=operands.main, grad=operands.main)
-        return self._update(every, [], NOTHING, None, None, lambda slow, *_: self._torch.write_back_(slow))
-
-    def decode_(self, operands: Operands) -> None:
-        """See :class:`megascale.kernels.Backend`."""
-        table = _held_table(operands)
-        if table is None:
-            super().decode_(operands)
-        else:
-            self._hold(table, None)
-
-    def encode_(self, operands: Operands, found_inf: Tensor) -> Tensor:
-        """See :class:`megascale.kernels.Backend`."""
-        table = _held_table(operands)
-        if table is None:
-            return super().encode_(operands, found_inf)
-        overflowed = torch.zeros(len(operands.model), dtype=torch.bool, device="cpu")
-        if not found_inf.item():
-            increment_version(operands.model)
-            self._hold(table, overflowed)
-        return overflowed
-
-    def _hold(self, table: _Table, overflowed: Tensor | None) -> None:
-        """Decode a table's main params, or encode them, where ``overflowed`` is given."""
-        self._library.hold(
-            ctypes.byref(table.lengths),
-            table.rows.ctypes.data,
-            overflowed is not None,
-            None if overflowed is None else overflowed.data_ptr(),
-            self._num_threads or torch.get_num_threads(),
-        )
+        return self._update(every, [], NOTHING, None, None, lambda slow, *_: TorchBackend.write_back_(self, slow))
 
     def _update(
         self,
@@ -289,19 +256,9 @@ def _are_readable(tensors: TensorList, dtypes: Iterable[torch.dtype] = TYPES) ->
     return tensors.forms.devices <= {CPU} and tensors.forms.kinds.issubset(dtypes)
 
 
-def _held_table(operands: Operands) -> _Table | None:
-    """Return remainder.h's table; None unless all tensors are contiguous and on the CPU."""
-    columns = [TensorList.of(column) for column in (operands.main, operands.model, operands.remainder)]
-    if not all(column.forms.contiguous and column.forms.devices <= {CPU} for column in columns):
-        return None
-    rows = np.stack([*(column.pointers for column in columns), columns[1].forms.dtype_codes(TYPES)], axis=1)
-    return _Table(_Lengths(columns[0].forms.numels), rows, columns[1].forms)
-
-
 def _table(operands: Operands, names: list[str]) -> _Table | None:
     """Return a table without gradients, of one row per parameter; None unless native.c supports all of them."""
     models, states = TensorList.of(operands.model), [TensorList.of(operands.state[name]) for name in names]
-    deque(zip(operands.main, operands.grad, models, *states, strict=True), maxlen=0)  # raises for other lengths
     mains = models if operands.main is operands.model else TensorList.of(operands.remainder or operands.main)
     fits = _are_readable(models) and share_layout([mains, models, *states], in_order=operands.has_codes)
     fits = fits and (len(operands.remainder) > 0 or _are_readable(mains, {torch.float32}))

@@ -46,7 +46,6 @@ def load(path: Path) -> ctypes.CDLL:
         "measure": [pointer, pointer, count, pointer, pointer, ctypes.c_int],
         "update": [pointer, pointer, pointer, count, pointer, pointer, pointer, pointer, ctypes.c_int],
         "update_compact": [pointer] * 7 + [ctypes.c_int],
-        "hold": [pointer, pointer, ctypes.c_int, pointer, ctypes.c_int],
         "total": [*[pointer] * 5, count, pointer, ctypes.c_double, pointer],
         "decide": [pointer, pointer, ctypes.c_double, ctypes.c_double, pointer, pointer, pointer],
         "rescale": [pointer] * 5,

@@ -1,4 +1,4 @@
-/* Main params held as remainders, which remainders.py specifies: in registers, and as passes of their own.
+/* Main params held as remainders, which remainders.py specifies: in registers.
  *
  * Included by native.c.
  */
@@ -12,12 +12,6 @@
 #define BRAIN_INFINITY 0x7f80  /* inf as bf16 bits */
 #define MOST_REMAINDER 32767
 #define MOST_OF_NORMAL 4095 /* the largest remainder of any normal number in fp16; others may be larger */
-
-/* The tensors of a parameter: main param (fp32), model param (fp16 or bf16: type), remainder (int16). */
-typedef struct {
-    char *main, *model, *remainder;
-    int64_t type;
-} HeldRow;
 
 INLINE Halves load_halves(const void *at, int64_t n) {
     Halves h = {0};
@@ -202,61 +196,6 @@ INLINE int hold_value(Floats main, char *at_model, char *at_remainder, int64_t t
     copy_first(at_model, &model, 2, n);
     copy_first(at_remainder, &remainder, 2, n);
     return 0;
-}
-
-INLINE void decode_as(const HeldRow *row, Chunk chunk, int64_t type) {
-    for (int64_t i = chunk.start; i < chunk.end; i += WIDTH) {
-        int64_t n = chunk.end - i;
-        __builtin_prefetch(row->model + 2 * i + AHEAD);
-        __builtin_prefetch(row->remainder + 2 * i + AHEAD);
-        store(row->main + 4 * i, held_value(row->model + 2 * i, row->remainder + 2 * i, type, n), F32, n);
-    }
-}
-
-/* Returns whether a rounding into fp16 is not finite. */
-INLINE int encode_as(const HeldRow *row, Chunk chunk, int64_t type) {
-    int beyond = 0;
-    for (int64_t i = chunk.start; i < chunk.end; i += WIDTH) {
-        int64_t n = chunk.end - i;
-        beyond |= hold_value(load(row->main + 4 * i, F32, n), row->model + 2 * i, row->remainder + 2 * i, type, n);
-    }
-    return beyond;
-}
-
-static void decode_chunk(const HeldRow *row, Chunk chunk) {
-    if (row->type == F16) decode_as(row, chunk, F16);
-    else decode_as(row, chunk, BF16);
-}
-
-/* Returns the same as encode_as(). */
-static int encode_chunk(const HeldRow *row, Chunk chunk) {
-    return row->type == F16 ? encode_as(row, chunk, F16) : encode_as(row, chunk, BF16);
-}
-
-/* Decode all rows' main params or, with `encode`, encode them. overflowed: shape [rows], written only with `encode`. */
-void hold(const Lengths *all, const HeldRow *rows, int encode, uint8_t *overflowed, int threads) {
-    Share shares[MOST_THREADS];
-    if (encode) memset(overflowed, 0, (size_t)all->num_rows);
-    if (threads > MOST_THREADS) threads = MOST_THREADS;
-    share_out(all->num_chunks, shares, threads);
-#pragma omp parallel for schedule(static) num_threads(threads) if (all->num_chunks > 1)
-    for (int part = 0; part < threads; part++) {
-        int64_t first, last;
-        while (take_next(shares, part, threads, all->num_chunks, encode, &first, &last)) {
-            Chunk chunk = {row_of(all, first), 0, 0};
-            for (int64_t c = first; c < last; c++) {
-                chunk = chunk_after(all, chunk.row, c);
-                const HeldRow *row = rows + chunk.row;
-                int beyond = 0;
-                if (encode) beyond = encode_chunk(row, chunk);
-                else decode_chunk(row, chunk);
-                if (beyond) {
-#pragma omp atomic write
-                    overflowed[chunk.row] = 1;
-                }
-            }
-        }
-    }
 }
 
 #endif

@@ -26,12 +26,10 @@ from megascale.kernels.decision import (
     ScaleRule,
     StepDecision,
     TensorStats,
-    TorchDecisions,
     stats_dtype,
 )
 from megascale.kernels.protocol import Operands
 from megascale.kernels.reference import ReferenceBackend
-from megascale.kernels.remainders import TorchRemainders
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.device_table import DeviceTable, Plan, find_plan, make_plan
@@ -53,7 +51,7 @@ TOTAL_BLOCK = 1 << 12
 TOTAL_OPTIONS: dict[str, Any] = {"num_warps": 16}
 
 
-class TritonBackend(TorchDecisions, TorchRemainders):
+class TritonBackend(ReferenceBackend):
     """See :class:`megascale.kernels.Backend`.
 
     Operations are the reference backend's, in its order, each correctly rounded, and so are the bits. Only powers in
@@ -71,7 +69,6 @@ class TritonBackend(TorchDecisions, TorchRemainders):
 
     def __init__(self) -> None:
         _import_kernels()  # fails here, where the backend is asked for, if triton is not there
-        self._reference = ReferenceBackend()
         self._measured: dict[Hashable, Plan] = {}  # by the forms of gradients
         self._rates: dict[tuple[torch.device, float], Tensor] = {}
 
@@ -85,7 +82,7 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         device = self._check(measured.filled[0].device)
         plan = find_plan(self._measured, measured.forms.key, device, lambda: make_plan([], {}, grads=measured))
         if not plan.tables:
-            return self._reference.measure(grads, count_zeros)
+            return super().measure(grads, count_zeros)
         addresses = plan.addresses_of(measured)
         stats = torch.empty(len(grads), 3, dtype=stats_dtype(device), device=device)
         for table in plan.tables:
@@ -156,120 +153,84 @@ class TritonBackend(TorchDecisions, TorchRemainders):
 
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        states = {"exp_avg": "AVG_DTYPE", "exp_avg_sq": "SQ_DTYPE"}
-        return self._apply(
-            self._kernels.adam_kernel,
-            self._reference.adam_,
-            operands,
-            hyper,
-            decision,
-            states=states | {"max_exp_avg_sq": "MAX_DTYPE"} if hyper.amsgrad else states,
-            counts_steps=True,
-            scalars=(
-                *_split_double(hyper.beta1),
-                *_split_double(hyper.beta2),
-                _log(hyper.beta1),
-                _log(hyper.beta2),
-                float(hyper.eps),
-                float(hyper.weight_decay),
-            ),
-            constants={
-                "MAX_DTYPE": None,
-                "CODES": operands.has_codes,
-                "DECOUPLED": hyper.decoupled,
-                "L2": hyper.weight_decay != 0,
-            },
-        )
+        names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
+        betas = (hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2)
+        logs = (math.log(beta) if beta > 0 else -math.inf for beta in (hyper.beta1, hyper.beta2))
+        factors = (*betas, *logs, hyper.eps)
+        return self._apply("adam", super().adam_, operands, hyper, decision, names, factors, counts_steps=True)
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        dampened = hyper.momentum != 0 and hyper.dampening != 0
-        return self._apply(
-            self._kernels.sgd_kernel,
-            self._reference.sgd_,
-            operands,
-            hyper,
-            decision,
-            states={"momentum_buffer": "BUFFER_DTYPE"} if hyper.momentum != 0 else {},
-            counts_steps=dampened,
-            scalars=(float(hyper.momentum), float(1 - hyper.dampening), float(hyper.weight_decay)),
-            constants={
-                "BUFFER_DTYPE": None,
-                "DAMPENED": dampened,
-                "NESTEROV": hyper.nesterov,
-                "L2": hyper.weight_decay != 0,
-            },
-        )
+        names = ["momentum_buffer"] if hyper.momentum != 0 else []
+        factors = (hyper.momentum, 1 - hyper.dampening, 0, 0, 0, 0, 0)
+        counts = hyper.momentum != 0 and hyper.dampening != 0
+        return self._apply("sgd", super().sgd_, operands, hyper, decision, names, factors, counts_steps=counts)
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        return self._apply(
-            self._kernels.lion_kernel,
-            self._reference.lion_,
-            operands,
-            hyper,
-            decision,
-            states={"exp_avg": "AVG_DTYPE"},
-            counts_steps=False,
-            scalars=(*_split_double(hyper.beta1), *_split_double(hyper.beta2), float(hyper.weight_decay)),
-            constants={},
-        )
+        factors = (hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, 0, 0, 0)
+        return self._apply("lion", super().lion_, operands, hyper, decision, ["exp_avg"], factors, counts_steps=False)
 
     def _apply(
         self,
-        kernel: Any,
+        rule: str,
         reference: Callable[..., Tensor],
         operands: Operands,
         hyper: AdamHyper | SgdHyper | LionHyper,
         decision: Decision,
+        names: list[str],
+        factors: Iterable[float],
         *,
-        states: dict[str, str],
         counts_steps: bool,
-        scalars: tuple[float, ...],
-        constants: dict[str, Any],
     ) -> Tensor:
-        """Update by a rule's kernel, or by the reference what kernels cannot read. Returns the overflow flags.
+        """Update by the kernel, or by the reference what the kernel cannot read. Returns the overflow flags.
 
         Args:
-            states: by name, the states that the rule updates: how the kernel calls their dtypes.
+            rule: the kernel's name of it.
+            names: of the states that the rule updates.
+            factors: the kernel's, from ``beta1`` to ``eps``.
             counts_steps: whether the kernel reads step counts and adds to them.
-            scalars: what follows the learning rate in the kernel's arguments.
-            constants: constexpr arguments of this rule alone; the dtype of a state that is not there is None.
         """
         device = self._check(operands.main[0].device)
-        grads, names = TensorList.of(operands.grad, operands.model), list(states)
-        plan = find_plan(
-            operands.tables,
-            (*names, counts_steps, grads.forms.key),
-            device,
-            lambda: _plan_of(operands, names, counts_steps, grads),
-        )
+        grads = TensorList.of(operands.grad, operands.model)
+
+        def plan_for(grads: TensorList) -> Plan:
+            key = (*names, counts_steps, grads.forms.key)
+            return find_plan(operands.tables, key, device, lambda: _plan_of(operands, names, counts_steps, grads))
+
+        plan = plan_for(grads)
         if not plan.tables and not is_capturing(device):  # a graph's replays would read copies of its capture
             # A GradSync's main grads, for one, lie in row-major order, whatever the order of their weights is.
             grads = laid_out(grads, operands.model)
-            plan = find_plan(
-                operands.tables,
-                (*names, counts_steps, grads.forms.key),
-                device,
-                lambda: _plan_of(operands, names, counts_steps, grads),
-            )
+            plan = plan_for(grads)
         if not plan.tables:
             return reference(operands, hyper, decision)
         addresses = plan.addresses_of(grads)
         flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
-        numbers = (decision.found_inf, decision.coefficient, self._rate(hyper.lr, device), *scalars)
-        held = len(operands.remainder) > 0
+        rate = self._rate(hyper.lr, device)
+        numbers = (*map(float, factors), float(hyper.weight_decay))
+        options = vars(hyper)
+        is_decoupled = options.get("decoupled", rule == "lion")
+        constants = {
+            "RULE": rule,
+            "HELD": len(operands.remainder) > 0,
+            "CODES": operands.has_codes,
+            "COUNTS": counts_steps,
+            "DECOUPLED": is_decoupled,
+            "NESTEROV": options.get("nesterov", False),
+            "L2": hyper.weight_decay != 0 and not is_decoupled,
+            "MAXIMIZE": hyper.maximize,
+        }
         for table in plan.tables:
-            _, model, *dtypes = self._dtypes(table)
-            every = {
-                **constants,
-                "MODEL_DTYPE": model,
-                "HELD": held,
-                "MAXIMIZE": hyper.maximize,
-                "GRAD_DTYPE": self._kernels.LANGUAGE_DTYPES[table.grad_dtype],
-                **dict(zip(states.values(), dtypes, strict=True)),
-            }
-            self._update(kernel, table, (addresses, flags, *numbers), every)
+            _, model, *moments = [*self._dtypes(table), None, None, None]
+            dtypes = dict(zip(("AVG_DTYPE", "SQ_DTYPE", "MAX_DTYPE"), moments, strict=False))
+            dtypes |= {"MODEL_DTYPE": model, "GRAD_DTYPE": self._kernels.LANGUAGE_DTYPES[table.grad_dtype]}
+            self._update(
+                self._kernels.update_kernel,
+                table,
+                (addresses, flags, decision.found_inf, decision.coefficient, rate, *numbers),
+                constants | dtypes,
+            )
         # Autograd must see the writes, as those of torch's own in-place operations. Model params come last, as their
         # versions are read next.
         written = [*operands.state.values(), operands.step, operands.model]
@@ -278,43 +239,33 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         torch.autograd.graph.increment_version(chain.from_iterable(map(grads.beside, filter(None, written))))
         return flags.view(torch.bool)
 
-    def write_back_(self, operands: Operands) -> Tensor:
-        """See :class:`megascale.kernels.Backend`."""
-        device = self._check(operands.main[0].device)
-        plan = self._plan_of_all(operands, "write_back_", [operands.main, operands.model])
-        if not plan.tables:
-            return self._reference.write_back_(operands)
-        flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
-        for table in plan.tables:
-            self._update(self._kernels.write_back_kernel, table, (flags,), {"MODEL_DTYPE": self._dtypes(table)[1]})
-        torch.autograd.graph.increment_version(operands.model)
-        return flags.view(torch.bool)
-
     def decode_(self, operands: Operands) -> None:
         """See :class:`megascale.kernels.Backend`. One launch per dtype of model params."""
-        plan = self._plan_of_all(operands, "decode_", [operands.remainder, operands.model, operands.main])
-        for table in plan.tables:
-            self._update(self._kernels.decode_kernel, table, (), {"MODEL_DTYPE": self._dtypes(table)[1]})
-        if not plan.tables:
+        if self._hold(operands, None) is None:
             super().decode_(operands)
         torch.autograd.graph.increment_version(operands.main)
 
     def encode_(self, operands: Operands, found_inf: Tensor) -> Tensor:
         """See :class:`megascale.kernels.Backend`. One launch per dtype of model params."""
-        plan = self._plan_of_all(operands, "decode_", [operands.remainder, operands.model, operands.main])
-        if not plan.tables:
+        flags = self._hold(operands, found_inf)
+        if flags is None:
             return super().encode_(operands, found_inf)
-        flags = torch.empty(len(operands.model), dtype=torch.uint8, device=found_inf.device)
-        for table in plan.tables:
-            constants = {"MODEL_DTYPE": self._dtypes(table)[1]}
-            self._update(self._kernels.encode_kernel, table, (flags, found_inf), constants)
         torch.autograd.graph.increment_version([*operands.model, *operands.remainder])
         return flags.view(torch.bool)
 
-    def _plan_of_all(self, operands: Operands, call: str, columns: Sequence[Sequence[Tensor]]) -> Plan:
-        """Return the plan of a call that reads no gradients."""
+    def _hold(self, operands: Operands, found_inf: Tensor | None) -> Tensor | None:
+        """Encode main params, or decode them without ``found_inf``. Returns flags; None: the kernel cannot read all."""
         device = self._check(operands.main[0].device)
-        return find_plan(operands.tables, call, device, lambda: make_plan(list(map(TensorList.of, columns)), {}))
+        columns = [operands.remainder, operands.model, operands.main]
+        plan = find_plan(operands.tables, "hold", device, lambda: make_plan(list(map(TensorList.of, columns)), {}))
+        if not plan.tables:
+            return None
+        flags = torch.empty(len(operands.model), dtype=torch.uint8, device=device)
+        for table in plan.tables:
+            constants = {"MODEL_DTYPE": self._dtypes(table)[1], "ENCODE": found_inf is not None}
+            skips = flags if found_inf is None else found_inf  # decoding reads neither
+            self._update(self._kernels.hold_kernel, table, (flags, skips), constants)
+        return flags
 
     def _check(self, device: torch.device) -> torch.device:
         """Raise UsageError unless the kernels, compiled or interpreted, can reach memory of ``device``."""
@@ -354,13 +305,15 @@ class TritonBackend(TorchDecisions, TorchRemainders):
         return {"COLUMNS": table.rows.shape[1], "CHUNK": chunk, "BLOCK": min(block, chunk)}
 
     def _update(self, kernel: Any, table: DeviceTable, arguments: Iterable[Any], constants: dict[str, Any]) -> None:
-        adam_options = FP16_OPTIONS if table.dtypes[1] == torch.float16 else OPTIONS
+        options = OPTIONS
+        if constants.get("RULE") == "adam" and (constants["CODES"] or table.dtypes[1] == torch.float16):
+            options = CODES_OPTIONS if constants["CODES"] else FP16_OPTIONS
         self._launch(
             kernel,
             len(table.chunk_rows),
             (table.rows, table.chunk_rows, table.counters, *arguments),
             {**constants, **self._sizes(table)},
-            {None: OPTIONS, False: adam_options, True: CODES_OPTIONS}[constants.get("CODES")],
+            options,
         )
 
     def _launch(
@@ -399,16 +352,9 @@ def require_launch(device: torch.device) -> None:
     except Exception as error:  # whatever Triton, its assembler, the C compiler or the driver ended with
         raise UsageError(
             f"backend 'triton' cannot launch a kernel on {device}: {type(error).__name__}: {error}\n"
-            f"{_remedy(error)}; or choose backend 'torch'"
+            "Triton builds its launcher in C: install gcc or clang, and Python's headers, or set CC. It keeps compiled "
+            "kernels in a folder: if that cannot be written, set TRITON_CACHE_DIR. Or choose backend 'torch'"
         ) from error
-
-
-def _remedy(error: Exception) -> str:
-    folder = _import_kernels().cache_folder()
-    failed = str(error.filename) if isinstance(error, OSError) and error.filename else ""
-    if failed and (folder.startswith(failed) or failed.startswith(folder)):  # a parent of it, or what lies in it
-        return f"Triton keeps compiled kernels in {folder}: set TRITON_CACHE_DIR to a folder that can be written"
-    return "Triton builds its launcher in C: install gcc or clang, and Python's headers, or set CC"
 
 
 @functools.cache
@@ -420,11 +366,3 @@ def _import_kernels() -> ModuleType:
             raise
         raise UsageError("backend 'triton' needs triton: pip install triton, or choose backend 'torch'") from error
     return triton_kernels
-
-
-def _split_double(beta: float) -> tuple[float, float]:
-    return float(beta), float(1 - beta)
-
-
-def _log(beta: float) -> float:
-    return math.log(beta) if beta > 0 else -math.inf

@@ -1,7 +1,6 @@
 """From a program's number to the elements of its chunk: reads of tables, reads in fp32, rounded writes, and arrival."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-# ruff: noqa: SIM300 - it knows Python, not what Triton compiles
 
 import triton.language as tl
 
@@ -108,18 +107,6 @@ def overflow_in(overflow, value, mask, ROWS: tl.constexpr):
     """Return ``overflow`` with another number than 0 for elements, or ROWS of them, that are not finite fp16."""
     found = (mask & ((tl.abs(value) < OVERFLOW) == 0)).to(tl.int32)
     return overflow | (sum_of(found, 1) if ROWS else found)
-
-
-@inlined
-def round_into_model(
-    model, offsets, value, mask, kept, overflow, MODEL_DTYPE: tl.constexpr, ROWS: tl.constexpr = False,
-):
-    """Write main's rounding where ``kept``. Return ``overflow`` as :func:`overflow_in` does."""
-    if MODEL_DTYPE is not None:
-        write(model, offsets, value, kept)
-    if MODEL_DTYPE == tl.float16:
-        overflow = overflow_in(overflow, value, mask, ROWS)
-    return overflow
 
 
 @inlined

@@ -7,40 +7,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from megascale.errors import UsageError
-
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether these kernels run in Triton's interpreter."""
 
-if isinstance(tl.sum, triton.JITFunction) == INTERPRETED:
-    raise UsageError("TRITON_INTERPRET has changed since triton was imported; set it before Python starts")
-
-
-def interpreter_fault(triton_version: str) -> str | None:
-    """Return why the interpreter of this Triton gives no results, and the remedy; None where it does.
-
-    Up to 3.6 it fails where a sum of integers wraps around, and converts one-element arrays to numbers, which numpy
-    refuses from 2.4 on.
-    """
-    major, minor = triton_version.split(".")[:2]
-    if (int(major), int(minor)) >= (3, 7):
-        return None
-    return (
-        f"the interpreter of triton {triton_version} fails where a sum of integers wraps around, and with numpy 2.4: "
-        "install triton>=3.7 (pip install --no-deps 'triton>=3.7' where torch pins an older one), "
-        "or unset TRITON_INTERPRET"
-    )
-
-
-if INTERPRETED and (fault := interpreter_fault(triton.__version__)):
-    raise UsageError(fault)
-
 INTERPRETED_KERNELS = tl.constexpr(INTERPRETED)
-
-
-def cache_folder() -> str:
-    """Return the folder in which Triton keeps what it has compiled."""
-    return str(triton.knobs.cache.dir)
 
 
 def inlined(function: Any) -> Any:

@@ -2,7 +2,7 @@
 
 :mod:`megascale.kernels.remainders` specifies the format. ``HELD`` rows have the remainder where others have the main
 param. They pass over 16-bit tensors only, so that no fp32 main param is in memory. For updates in plain tensor code
-there are kernels that decode and encode: their rows have the remainder, the model param and the main param.
+there is a kernel that decodes and encodes: its rows have the remainder, the model param and the main param.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -25,7 +25,6 @@ from megascale.kernels.triton.chunks import (
     locate,
     overflow_in,
     read,
-    round_into_model,
     whole_vectors,
     write,
 )
@@ -150,7 +149,10 @@ def write_main(
         tl.store(model_chunk + offsets, rounded.to(tl.int16), mask=kept)
     else:
         write(main_chunk, offsets, value, kept)
-        overflow = round_into_model(model_chunk, offsets, value, mask, kept, overflow, MODEL_DTYPE, ROWS)
+        if MODEL_DTYPE is not None:
+            write(model_chunk, offsets, value, kept)
+        if MODEL_DTYPE == tl.float16:
+            overflow = overflow_in(overflow, value, mask, ROWS)
     return overflow
 
 
@@ -161,33 +163,9 @@ def found_in(overflow):
 
 
 @inlined
-def _decode_chunk(row, start, first, last, MODEL_DTYPE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    left_chunk, model_chunk = main_chunks(row, start, MODEL_DTYPE, True, VECTOR)
-    main_chunk = chunk_of(row, STATE, start, tl.float32, VECTOR)
-    for begin in range(first, last, BLOCK):
-        offsets = begin + tl.arange(0, BLOCK)
-        mask = offsets < last
-        main, _, _ = read_main(left_chunk, model_chunk, offsets, mask, MODEL_DTYPE, True)
-        write(main_chunk, offsets, main, mask)
-
-
-@triton.jit(do_not_specialize=POINTERS)
-def decode_kernel(
-    rows, chunk_rows, counters, COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write main params."""
-    _, _, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
-    whole = whole_vectors(row, length, UPDATE_VECTOR)
-    if whole > 0:
-        _decode_chunk(row, start, 0, whole, MODEL_DTYPE, BLOCK, UPDATE_VECTOR)
-    if whole < length:
-        _decode_chunk(row, start, whole, length, MODEL_DTYPE, BLOCK // NARROWER, 1)
-
-
-@inlined
-def _encode_chunk(
-    row, start, first, last, landed, MODEL_DTYPE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+def _hold_chunk(
+    row, start, first, last, landed, MODEL_DTYPE: tl.constexpr, ENCODE: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     left_chunk, model_chunk = main_chunks(row, start, MODEL_DTYPE, True, VECTOR)
     main_chunk = chunk_of(row, STATE, start, tl.float32, VECTOR)
@@ -195,27 +173,31 @@ def _encode_chunk(
     for begin in range(first, last, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         mask = offsets < last
-        kept = offsets < last * landed
-        main = read(main_chunk, offsets, mask)
-        _, half, left = read_main(left_chunk, model_chunk, offsets, mask, MODEL_DTYPE, True)
-        overflow = write_main(
-            left_chunk, model_chunk, offsets, main, half, left, mask, kept, overflow, MODEL_DTYPE, True, False
-        )
+        main, half, left = read_main(left_chunk, model_chunk, offsets, mask, MODEL_DTYPE, True)
+        if ENCODE:
+            kept = offsets < last * landed
+            main = read(main_chunk, offsets, mask)
+            overflow = write_main(
+                left_chunk, model_chunk, offsets, main, half, left, mask, kept, overflow, MODEL_DTYPE, True, False
+            )
+        else:
+            write(main_chunk, offsets, main, mask)
     return found_in(overflow)
 
 
 @triton.jit(do_not_specialize=POINTERS)
-def encode_kernel(
+def hold_kernel(
     rows, chunk_rows, counters, flags, found_inf, COLUMNS: tl.constexpr, MODEL_DTYPE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    ENCODE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Write model params and remainders, unless ``found_inf`` is set."""
+    """Write main params or, to ENCODE them, model params and remainders, unless ``found_inf`` is set, and flags."""
     index, _, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
     landed = (tl.load(found_inf) == 0).to(tl.int32)
     whole = whole_vectors(row, length, UPDATE_VECTOR)
     overflow = tl.full((), 0, tl.int32)
     if whole > 0:
-        overflow |= _encode_chunk(row, start, 0, whole, landed, MODEL_DTYPE, BLOCK, UPDATE_VECTOR)
+        overflow |= _hold_chunk(row, start, 0, whole, landed, MODEL_DTYPE, ENCODE, BLOCK, UPDATE_VECTOR)
     if whole < length:
-        overflow |= _encode_chunk(row, start, whole, length, landed, MODEL_DTYPE, BLOCK // NARROWER, 1)
-    arrive(row, chunk_rows, counters + index, flags, overflow, CHUNK)
+        overflow |= _hold_chunk(row, start, whole, length, landed, MODEL_DTYPE, ENCODE, BLOCK // NARROWER, 1)
+    if ENCODE:
+        arrive(row, chunk_rows, counters + index, flags, overflow, CHUNK)

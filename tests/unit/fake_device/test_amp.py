@@ -68,7 +68,7 @@ def test_clipping_in_the_same_step(on_device: OnDevice) -> None:
     """``amp.optimizer_step`` with a norm: backward, clip and one update by our kernel, without a sync."""
     records = on_device(_clip)
     assert [seen.syncs() for seen in records] == [[]] * 3
-    assert [seen.launches().count("adam_kernel") for seen in records] == [1] * 3
+    assert [seen.launches().count("update_kernel") for seen in records] == [1] * 3
 
 
 def _plain(device: FakeDevice) -> list[Record]:

@@ -33,7 +33,7 @@ from tests.fake_device.table import table
 from tests.fake_device.training import parameters, scaler, wrap
 
 KINDS = [pytest.param(one, marks=() if one == "sharded" else pytest.mark.slow) for one in BUILD]
-UPDATE = {"measure_kernel", "total_kernel", "decide_kernel", "rescale_kernel", "adam_kernel"}
+UPDATE = {"measure_kernel", "total_kernel", "decide_kernel", "rescale_kernel", "update_kernel"}
 
 
 def _train(device: FakeDevice, kind: str, ranks: int) -> list[Record]:

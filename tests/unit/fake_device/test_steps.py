@@ -91,7 +91,7 @@ def test_no_form_of_state_costs_a_launch(
 def test_gradients_that_move(on_device: OnDevice) -> None:
     """The default ``zero_grad()`` lets gradients move: their addresses travel once, from pinned memory; no wait."""
     records = on_device(_train_with, "adamw", {"moved": True})
-    _check(records, [*EACH_STEP, "adam_kernel"])
+    _check(records, [*EACH_STEP, "update_kernel"])
     assert all(len(seen.of("copy")) == 2 for seen in records[2:])
 
 
@@ -99,7 +99,7 @@ def test_gradients_that_move(on_device: OnDevice) -> None:
 def test_launches_do_not_grow_with_tensors(on_device: OnDevice, count: int) -> None:
     """Invariant 8: launches, copies and operators of a step, and copies at construction, are constant."""
     records = on_device(_train_with, "adamw", {"count": count})
-    _check(records, [*EACH_STEP, "adam_kernel"])
+    _check(records, [*EACH_STEP, "update_kernel"])
     assert len(records[0].of("copy")) == 3  # the scaler's; state is made on the device
     assert [(len(seen.of("copy")), sum(seen.operators().values())) for seen in records[1:]] == [(5, 5)] + [(1, 2)] * 3
 
@@ -121,7 +121,7 @@ def test_a_set_of_gradients_that_changes(on_device: OnDevice) -> None:
     """Of what is missing the addresses travel, once for both passes, and nothing else: one copy, and nobody waits."""
     records = on_device(_changing)
     assert [seen.syncs() for seen in records] == [[]] * 4
-    assert [seen.launches() for seen in records] == [[*EACH_STEP, "adam_kernel"]] * 4
+    assert [seen.launches() for seen in records] == [[*EACH_STEP, "update_kernel"]] * 4
     assert [len(seen.of("copy")) for seen in records[2:]] == [2, 2]
 
 
@@ -239,7 +239,7 @@ def _code_for_kinds(device: FakeDevice) -> list[str]:
 
 def test_a_rate_of_another_dtype_has_code_of_its_own(on_device: OnDevice) -> None:
     """A learning rate that is an fp32 tensor is not read as the fp64 that a number becomes."""
-    assert on_device(_code_for_kinds).count("adam_kernel") == 2
+    assert on_device(_code_for_kinds).count("update_kernel") == 2
 
 
 def _specialised(device: FakeDevice) -> list[tuple[str, str]]:
@@ -263,9 +263,7 @@ def _specialised(device: FakeDevice) -> list[tuple[str, str]]:
 def test_code_depends_on_no_address_and_no_whole_number(on_device: OnDevice) -> None:
     """Held code serves tensors at any address: what is not named in ``do_not_specialize`` is a float."""
     floats = {
-        "adam_kernel": "beta1 rest1 beta2 rest2 log_beta1 log_beta2 eps weight_decay",
-        "sgd_kernel": "momentum undampened weight_decay",
-        "lion_kernel": "beta1 rest1 beta2 rest2 weight_decay",
+        "update_kernel": "beta1 rest1 beta2 rest2 log_beta1 log_beta2 eps weight_decay",
         "decide_kernel": "clip_grad epsilon most_norm",
         "rescale_kernel": "min_scale max_scale growth_factor backoff_factor",
     }

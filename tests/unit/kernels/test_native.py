@@ -257,23 +257,14 @@ def test_large_updates_leave_the_same_bits(model: torch.dtype, offset: int, nati
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("native", VECTORS, indirect=True)
 def test_pairs_that_no_encoding_produces(dtype: torch.dtype, codes: bool, native: NativeBackend) -> None:
-    """Model params beside remainders that others' writes left: decoded alone, and in an update of rate 0, as by the
-    reference, in whole vectors and in what is left of them; with codes, beside second moments that were set to 0.
+    """Model params beside remainders that others' writes left, in an update of rate 0: as by the reference, in whole
+    vectors and in what is left of them; with codes, beside second moments that were set to 0.
     """
     model, remainder = edge_pairs(dtype, 7)
     there = ~model.isnan()
     ends = [1, 18, 37, 600, 70_000]
     pairs = [(model, remainder), *((model[there][-end:], remainder[there][-end:]) for end in ends)]
     models, lefts = ([pair[at] for pair in pairs] for at in (0, 1))
-    held = [
-        Operands(model=models, remainder=lefts, main=[torch.empty_like(one, dtype=torch.float32) for one in models])
-        for _ in range(2)
-    ]
-    native.decode_(held[0])
-    ReferenceBackend().decode_(held[1])
-    assert torch.equal(held[0].main[0].isnan(), model.isnan())
-    for one, other in zip(held[0].main, held[1].main, strict=True):
-        assert bits_equal(one[~other.isnan()], other[~other.isnan()])
 
     def operands() -> Operands:
         copies = [one.clone() for one in models[1:]]

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from megascale.kernels import AdamHyper, Decision, LionHyper, NativeBackend, Operands
-from tests.counting import OperatorCounter
 from tests.training import bits_equal
 
 LANDS = Decision(torch.tensor(0.0), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(0.0))
@@ -80,27 +79,6 @@ def test_a_16_bit_main_param_is_not_read_as_fp32(beside: bool) -> None:
     NativeBackend().lion_(operands, LION, LANDS)
     assert [main.tolist() for main in mains] == [[0.5] * 32 for _ in mains]
     assert (memory[32:] == 1).all()
-
-
-@pytest.mark.native
-def test_remainders_are_written_in_one_call() -> None:
-    """Encoding and decoding run no arithmetic of torch's, and autograd hears of what encoding wrote."""
-    operands, native = _operands("remainders"), NativeBackend()
-    mains = [model.float() + 1 for model in operands.model]
-    expected = [main.clone() for main in mains]
-    held = Operands(model=operands.model, remainder=operands.remainder, main=mains)
-    before = [model._version for model in operands.model]
-    with OperatorCounter() as counter:
-        flags = native.encode_(held, torch.zeros(()))
-    assert {str(operator) for operator in counter.counts} <= {"aten.zeros.default", "aten._local_scalar_dense.default"}
-    assert flags.tolist() == [False] * 3
-    assert all(model._version > version for model, version in zip(operands.model, before, strict=True))
-    for main in mains:
-        main.zero_()
-    with OperatorCounter() as counter:
-        native.decode_(held)
-    assert not counter.counts
-    assert all(map(bits_equal, mains, expected))
 
 
 @pytest.mark.native

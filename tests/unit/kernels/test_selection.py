@@ -14,7 +14,6 @@ from megascale import MixedPrecisionOptimizer
 from megascale.errors import UsageError
 from megascale.kernels import Backend, select_backend, selection
 from megascale.kernels.selection import ENVIRONMENT_VARIABLE
-from megascale.kernels.triton.interpreter import interpreter_fault
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.process import OnDevice
 
@@ -61,12 +60,11 @@ def _without_a_cache(device: FakeDevice, folder: str) -> str:
 @pytest.mark.default("/proc")
 @pytest.mark.parametrize("folder", ["/proc/nobody/.triton", "/proc", "/dev/null/.triton"])
 def test_a_cache_that_cannot_be_written_is_named(on_device: OnDevice, folder: str) -> None:
-    """A home that cannot be written, as in many containers: the remedy is a folder, not a compiler. The folder may be
-    there, lack a parent, or have one that is a file.
+    """A home that cannot be written, as in many containers. The folder may be there, lack a parent, or have one that is
+    a file.
     """
     outcome = on_device(_without_a_cache, folder)
-    assert f"Triton keeps compiled kernels in {folder}: " in outcome
-    assert "set TRITON_CACHE_DIR to a folder that can be written; or choose backend 'torch'" in outcome
+    assert "if that cannot be written, set TRITON_CACHE_DIR. Or choose backend 'torch'" in outcome
 
 
 def _launches(device: FakeDevice) -> list[list[str]]:
@@ -112,14 +110,6 @@ def test_no_c_compiler_is_an_error_where_triton_was_asked_for(on_device: OnDevic
 def test_one_launch_is_tried(on_device: OnDevice) -> None:
     """Once in a process, without waiting for the device."""
     assert on_device(_launches) == [["decide_kernel"], []]
-
-
-@pytest.mark.parametrize(("triton", "works"), [("3.6.0", False), ("3.7.0", True), ("3.10.1", True)])
-def test_interpreter_that_gives_no_results(triton: str, works: bool) -> None:
-    """Triton 3.6's interpreter dies of an error inside a kernel: said when it is chosen, with the remedy."""
-    fault = interpreter_fault(triton)
-    assert (fault is None) is works
-    assert works or "install triton>=3.7" in str(fault)
 
 
 @pytest.mark.parametrize(

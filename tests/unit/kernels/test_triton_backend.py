@@ -40,7 +40,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     from megascale.kernels.triton import kernels as triton_kernels
 
     counts: Counter[str] = Counter()
-    kind: Any = type(triton_kernels.adam_kernel)
+    kind: Any = type(triton_kernels.update_kernel)
     launch = kind.run
 
     def run(kernel: Any, *args: Any, **options: Any) -> Any:
@@ -93,7 +93,7 @@ def test_skipped_step_writes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("model", [HALF, BRAIN])
-def test_write_back_rounds_as_torch_does(model: torch.dtype) -> None:
+def test_an_update_rounds_as_torch_does(model: torch.dtype) -> None:
     """Ties go to even, subnormals and infinities are kept, NaN stays NaN, fp16 overflow is flagged per parameter."""
     bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x00008000, 0x7F7FFFFF, 0x33000000, 0x33000001])
     values = torch.cat([bits.int().view(SINGLE), torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])])
@@ -102,7 +102,8 @@ def test_write_back_rounds_as_torch_does(model: torch.dtype) -> None:
     far = torch.cat([torch.ones(CHUNK), torch.tensor([math.nan]), torch.ones(CHUNK)])
     mains = [main.to(DEVICE) for main in (values, nan, below, above, far, below[:0])]
     models = [torch.empty_like(main, dtype=model) for main in mains]
-    flags = TritonBackend().write_back_(Operands(models, mains))
+    still = SgdHyper(0.0, 0.0, 0.0, 0.0, False, False)
+    flags = TritonBackend().sgd_(Operands(models, mains, list(map(torch.zeros_like, mains))), still, decision_of())
     assert flags.dtype == torch.bool
     assert flags.tolist() == [model == HALF and index in (0, 1, 3, 4) for index in range(6)]
     for main, rounded in zip(mains, models, strict=True):
@@ -133,7 +134,7 @@ def test_launches_do_not_grow_with_tensors(launches: Counter[str]) -> None:
         operands = operands_of([(1 + index % 3, HALF, HALF, SINGLE) for index in range(count)])
         TritonBackend().measure(operands.grad, False)
         TritonBackend().adam_(operands, HYPERS["adamw"], decision_of())  # type: ignore[arg-type]
-        assert launches == {"measure_kernel": runs, "adam_kernel": runs}
+        assert launches == {"measure_kernel": runs, "update_kernel": runs}
 
 
 def test_launches_once_per_combination_of_dtypes(launches: Counter[str]) -> None:
@@ -141,7 +142,7 @@ def test_launches_once_per_combination_of_dtypes(launches: Counter[str]) -> None
     operands = operands_of([(4, HALF, HALF, SINGLE), (4, BRAIN, BRAIN, SINGLE), (5, HALF, HALF, SINGLE)] * 3)
     operands.grad = [*operands.grad[:8], operands.grad[8].repeat_interleave(2)[::2]]
     TritonBackend().sgd_(operands, HYPERS["sgd"], decision_of())  # type: ignore[arg-type]
-    assert launches == {"sgd_kernel": 2}
+    assert launches == {"update_kernel": 2}
 
 
 def test_tensors_on_several_devices_are_refused() -> None:

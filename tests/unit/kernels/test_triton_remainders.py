@@ -213,7 +213,7 @@ def test_one_launch_updates_all_that_is_held_in_one_dtype(monkeypatch: pytest.Mo
     from megascale.kernels.triton import kernels as triton_kernels
 
     names = []
-    kind: Any = type(triton_kernels.adam_kernel)
+    kind: Any = type(triton_kernels.update_kernel)
     run = kind.run
 
     def noted(kernel: Any, *args: Any, **options: Any) -> Any:
@@ -226,5 +226,5 @@ def test_one_launch_updates_all_that_is_held_in_one_dtype(monkeypatch: pytest.Mo
     before = [tensor._version for tensor in (*operands.model, *operands.remainder)]
     update(TritonBackend(), operands, decision_of())
     after = [tensor._version for tensor in (*operands.model, *operands.remainder)]
-    assert names == ["adam_kernel"]
+    assert names == ["update_kernel"]
     assert [new - old for new, old in zip(after, before, strict=True)] == [1] * len(before)

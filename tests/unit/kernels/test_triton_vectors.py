@@ -83,16 +83,11 @@ def _lion(backend: Backend, operands: Operands, decision: Decision) -> Tensor:
     return backend.lion_(operands, LionHyper(1e-3, 0.9, 0.99, 0.1, False), decision)
 
 
-def _write_back(backend: Backend, operands: Operands, decision: Decision) -> Tensor:
-    return backend.write_back_(operands)
-
-
 Update = Callable[[Backend, Operands, Decision], Tensor]
 UPDATES: dict[str, tuple[Update, list[str]]] = {
     "adam": (_adam, ["exp_avg", "exp_avg_sq"]),
     "sgd": (_sgd, ["momentum_buffer"]),
     "lion": (_lion, ["exp_avg"]),
-    "write_back": (_write_back, []),
 }
 
 
@@ -189,7 +184,7 @@ def test_all_whole_vectors_are_taken_as_vectors_and_no_pointer_is_promised_that_
 
     promised, taken = [], []
     chunk_at = triton_chunks.chunk_at
-    whole_vectors, whole_vectors_beside = triton_chunks.whole_vectors, triton_chunks.whole_vectors_beside
+    whole_vectors_beside = triton_chunks.whole_vectors_beside
 
     def promise(address: Any, start: Any, dtype: Any, vector: Any) -> Any:
         pointer = chunk_at(address, start, dtype, vector)
@@ -202,15 +197,11 @@ def test_all_whole_vectors_are_taken_as_vectors_and_no_pointer_is_promised_that_
         taken.append((int(length.handle.data.item()), int(whole.handle.data.item())))
         return whole
 
-    def take(row: Any, length: Any, vector: Any) -> Any:
-        return noted(length, whole_vectors(row, length, vector))
-
     def take_beside(grad: Any, row: Any, length: Any, dtype: Any, vector: Any, whole: Any) -> Any:
         return noted(length, whole_vectors_beside(grad, row, length, dtype, vector, whole))
 
     for module in (triton_chunks, triton_kernels, triton_measure):
         monkeypatch.setattr(module, "chunk_at", promise)
-    monkeypatch.setattr(triton_kernels, "whole_vectors", take)
     for module in (triton_kernels, triton_measure):
         monkeypatch.setattr(module, "whole_vectors_beside", take_beside)
     lengths = [1, 3, 4, 7, 9, 12, 16, 30, CHUNK + 5]
@@ -232,7 +223,4 @@ def test_all_whole_vectors_are_taken_as_vectors_and_no_pointer_is_promised_that_
     chunks = [piece for n in lengths for piece in (min(n, CHUNK), n - CHUNK) if piece > 0]
     assert taken[: len(chunks)] == [(n, n // vector * vector) for n in chunks]
     read_alone = [whole for _, whole in taken[len(chunks) :]]
-    if rule == "write_back":  # of its two tensors, two of the three rows have one that is not aligned
-        assert read_alone == [0, 0, 20]
-    else:
-        assert not any(read_alone)
+    assert not any(read_alone)

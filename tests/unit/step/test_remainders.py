@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megascale.errors import MainParamOverflowError
-from megascale.kernels import Operands, remainders
-from megascale.kernels.remainders import TorchRemainders
+from megascale.kernels import Operands, rounding
+from megascale.kernels.rounding import TorchRounding
 from megascale.utils.dtensors import to_local
 from tests.cells import CELLS, Cell, integers
 from tests.fsdp2_cases import whole
@@ -39,13 +39,13 @@ def odd(dtype: torch.dtype, seed: int = 0) -> Bag:
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
     """The main params that plain tensor code has decoded together, one list for each call."""
-    found, decode_ = list[list[Tensor]](), TorchRemainders.decode_
+    found, decode_ = list[list[Tensor]](), TorchRounding.decode_
 
-    def noted(backend: TorchRemainders, operands: Operands) -> None:
+    def noted(backend: TorchRounding, operands: Operands) -> None:
         found.append(operands.main)
         decode_(backend, operands)
 
-    monkeypatch.setattr(TorchRemainders, "decode_", noted)
+    monkeypatch.setattr(TorchRounding, "decode_", noted)
     return found
 
 
@@ -57,7 +57,7 @@ def test_little_is_decoded_at_a_time(
     lengths: tuple[int, ...], together: list[int], monkeypatch: pytest.MonkeyPatch, decoded: list[list[Tensor]]
 ) -> None:
     """Where kernels do not decode by themselves: parameters up to the bound together, and a larger one alone."""
-    monkeypatch.setattr(remainders, "DECODED_NUMEL", 48)
+    monkeypatch.setattr(rounding, "DECODED_NUMEL", 48)
     module = Bag([torch.ones(length).half() for length in lengths])
     optimizer = constant(module, RULES["adamw_fused"], 1.0, backend="reference", **HELD)
     set_grads(module, seed=0)
