@@ -58,15 +58,12 @@ class ChainedOptimizer(MegascaleOptimizer):
         members = [member for optimizer in self.optimizers for member in optimizer.recipe.members]
         are_scaled = all(optimizer.recipe.grads_are_scaled for optimizer in self.optimizers)
         self.recipe = StepRecipe(members, self.groups, first.grad_scaler, first.clip_grad, grads_are_scaled=are_scaled)
-        listener = next(filter(None, (one.recipe.overflows.listener for one in self.optimizers)), None)
         for optimizer in self.optimizers:
             # Loading into one member clears the errors of the whole chain.
             optimizer.recipe.errors = self.recipe.errors
             optimizer.recipe.overflows, optimizer.recipe.observers = self.recipe.overflows, self.recipe.observers
         for member in members:
             member.chain = ref(self.recipe)
-        if listener is not None:
-            listener.attach(self.recipe.overflows)
         super().__init__(self.param_groups, {})
         self._constructed = True
         self._names()
@@ -206,13 +203,10 @@ def _check(optimizers: Sequence[Any], *, clip_alike: bool) -> None:
             raise ArgumentError(
                 f"optimizers[{index}] has another groups.grad_stats than optimizers[0]; all must take one decision"
             )
-    listeners = [one.recipe.overflows.listener for one in optimizers]
-    heard = {id(listener): index for index, listener in enumerate(listeners) if listener is not None}
-    if len(heard) > 1:
-        indices = list(heard.values())
+    if any(one.recipe.overflows.listener is not None for one in optimizers):
         raise ArgumentError(
-            f"report_overflows() reports on optimizers[{indices[0]}] and optimizers[{indices[1]}], a chain has one "
-            "reporter, which tells of all its optimizers; call remove() of what the others returned"
+            "report_overflows() reports on one of the optimizers: call remove() of what it returned, and "
+            "report_overflows() on the chain, which tells of all"
         )
     ids = [id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     if len(ids) != len(set(ids)):

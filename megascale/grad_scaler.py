@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from megascale.config import HYSTERESIS_RESETS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError, StateDictError
-from megascale.kernels import Backend, ScaleRule, TorchDecisions, inverse
+from megascale.kernels import ScaleRule, TorchDecisions, inverse
 from megascale.utils import validate, wording
 from megascale.utils.spelling import told
 from megascale.utils.transfer import to_device_async
@@ -47,7 +47,7 @@ class MegatronGradScaler(ABC):
         times_asked: how many times :attr:`scale` was read.
     """
 
-    backend: TorchDecisions | Backend = TorchDecisions()
+    backend = TorchDecisions()
     """Computes the update; an optimizer replaces it by its own backend."""
 
     may_be_shared = False

@@ -52,12 +52,6 @@ class OverflowReporter:
         recorder.listener = self
         return watch
 
-    def attach(self, recorder: OverflowRecorder) -> None:
-        """Report for the chain that the optimizer has become a member of, about the parameters of all its members."""
-        self.remove()
-        self._recorder = recorder
-        self._watch = self._begin(recorder, _named_params(recorder, self._model))
-
     def remove(self) -> None:
         """End the reports, and remove the hooks."""
         self._watch.remove()

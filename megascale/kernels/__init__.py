@@ -1,4 +1,4 @@
-"""Kernels: the passes over memory, behind one Protocol and one selection function."""
+"""Kernels: the passes over memory, behind one class and one selection function."""
 
 from megascale.kernels.decision import (
     CLIP_EPSILON,
@@ -17,8 +17,8 @@ from megascale.kernels.decision import (
     stats_dtype,
 )
 from megascale.kernels.native.backend import NativeBackend
-from megascale.kernels.protocol import Backend, Operands
-from megascale.kernels.reference import ReferenceBackend
+from megascale.kernels.protocol import Operands
+from megascale.kernels.reference import Backend, ReferenceBackend
 from megascale.kernels.selection import host_backend, select_backend, why_not
 from megascale.kernels.tensors.checked_memory import memory_fault, sharing, tensor_fault
 from megascale.kernels.tensors.forms import LOOKS, Forms

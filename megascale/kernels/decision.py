@@ -139,13 +139,15 @@ class ScaleRule(NamedTuple):
 
 
 class TorchDecisions:
-    """Decisions by torch's operators, on any device. Backends with their own kernels are tested against it."""
+    """Decisions by torch's operators, on any device, without a host sync. Base of all backends, of which those with
+    their own kernels are tested against it.
+    """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
-        """See :class:`megascale.kernels.Backend`. For optimizers that run their own ``step()``."""
+        """Return new tensors ``grad * coefficient`` in the dtypes of ``mains``, for optimizers' own ``step()``."""
         unscaled = [torch.empty_like(main) for main in mains]
         if unscaled:
             torch._foreach_copy_(unscaled, grads)
@@ -153,7 +155,14 @@ class TorchDecisions:
         return unscaled
 
     def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
-        """See :class:`megascale.kernels.Backend`."""
+        """Return a rank's statistics: shape [NUM_STATISTICS], indexed by :class:`Statistic`.
+
+        Args:
+            stats: of at least one tensor, on one device.
+            weights: of each tensor's statistics.
+            errors: 0-d, statistics dtype: this rank's errors.
+            scaled: 0 if this rank knows that the loss was not scaled, else 1.
+        """
         # 0 * inf is NaN: a non-finite copy with weight 0 makes the norm NaN, but only in a step that is skipped.
         nothing = torch.zeros_like(errors)
         statistics = {
@@ -169,7 +178,20 @@ class TorchDecisions:
     def decide(
         self, vector: Tensor, scale: Tensor | None, clip_grad: float, most_norm: float = math.inf
     ) -> StepDecision:
-        """See :class:`megascale.kernels.Backend`."""
+        """Return the decision that follows from the agreed statistics.
+
+        ``found_inf`` is set by any non-finite element, by a sum of squares beyond fp32, by an error on any rank, by
+        replicas that differ (a contrast beyond REPLICA_TOLERANCE times the sum of squares), and if no rank has a scaled
+        loss. ``clip = min(1, clip_grad / (norm + 1e-6))``, Megatron-Core's and torch's rule; 0 does not clip.
+
+        Args:
+            vector: shape [NUM_STATISTICS], statistics dtype: the sums over all ranks.
+            scale: fp32, shape [1], the loss scale; None: 1. Its reciprocal is taken in the statistics dtype and rounded
+                to fp32 once.
+            clip_grad: largest norm of the unscaled gradients.
+            most_norm: a larger one, compared in fp32, skips the step: Megatron-Core's rule (``ChainedOptimizer.step``
+                from 0.19.2 on). As there, it is no overflow.
+        """
         agreed = dict(zip(Statistic, vector.unbind(), strict=True))
         sum_squares = agreed[Statistic.SUM_SQUARES]
         # "not <=" also catches NaN.
@@ -202,7 +224,15 @@ class TorchDecisions:
     def rescale_(
         self, found_inf: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, rule: ScaleRule
     ) -> None:
-        """See :class:`megascale.kernels.Backend`."""
+        """Update the loss scale after one step, by the rule of :class:`megascale.DynamicGradScaler`.
+
+        Args:
+            found_inf: fp32, one element; not 0, or NaN: found.
+            scale: fp32, shape [1]; updated, as are the trackers.
+            growth_tracker: int64, shape [1]: clean steps since the scale moved or an overflow.
+            hysteresis_tracker: int64, shape [1]: overflows until the scale backs off.
+            rule: the constants.
+        """
         found = found_inf.reshape(1) != 0
         hysteresis_after_inf = (hysteresis_tracker - 1).clamp_(min=0)
         factor = scale.to(stats_dtype(scale.device)) if rule.fp64_products else scale

@@ -1,17 +1,14 @@
-"""Backend, the Protocol of kernels, and their arguments: parallel lists of local tensors."""
+"""Operands, the arguments of kernels: parallel lists of local tensors; and runs of them."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megascale.kernels.compact_moments import is_scale
-from megascale.kernels.decision import Decision, GradWeights, ScaleRule, StepDecision, TensorStats
-from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 T = TypeVar("T")
 
@@ -97,83 +94,3 @@ def runs_of(tensors: Sequence[Tensor], most: int) -> Iterator[list[int]]:
         indices.append(index)
     if indices:
         yield indices
-
-
-class Backend(Protocol):
-    """One implementation of the passes over memory and of the decision between them, without a host sync.
-
-    Every method takes local tensors on one device. Updates change nothing, bit for bit, where ``decision.found_inf`` is
-    set. They return a bool tensor of shape [parameters]: whether the main param's rounding into fp16 is not finite;
-    False where there is no gradient.
-    """
-
-    name: str
-
-    def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
-        """One pass over ``grads``, of which one is there at least, in the dtypes they have. Numbers of None are 0."""
-
-    def total(self, stats: TensorStats, weights: GradWeights, errors: Tensor, scaled: float) -> Tensor:
-        """Return a rank's statistics: shape [NUM_STATISTICS], indexed by :class:`Statistic`.
-
-        Args:
-            stats: of at least one tensor, on one device.
-            weights: of each tensor's statistics.
-            errors: 0-d, statistics dtype: this rank's errors.
-            scaled: 0 if this rank knows that the loss was not scaled, else 1.
-        """
-
-    def decide(
-        self, vector: Tensor, scale: Tensor | None, clip_grad: float, most_norm: float = math.inf
-    ) -> StepDecision:
-        """Return the decision that follows from the agreed statistics.
-
-        ``found_inf`` is set by any non-finite element, by a sum of squares beyond fp32, by an error on any rank, by
-        replicas that differ (a contrast beyond REPLICA_TOLERANCE times the sum of squares), and if no rank has a scaled
-        loss. ``clip = min(1, clip_grad / (norm + 1e-6))``, Megatron-Core's and torch's rule; 0 does not clip.
-
-        Args:
-            vector: shape [NUM_STATISTICS], statistics dtype: the sums over all ranks.
-            scale: fp32, shape [1], the loss scale; None: 1. Its reciprocal is taken in the statistics dtype and rounded
-                to fp32 once.
-            clip_grad: largest norm of the unscaled gradients.
-            most_norm: a larger one, compared in fp32, skips the step: Megatron-Core's rule (``ChainedOptimizer.step``
-                from 0.19.2 on). As there, it is no overflow.
-        """
-
-    def rescale_(
-        self, found_inf: Tensor, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, rule: ScaleRule
-    ) -> None:
-        """Update the loss scale after one step, by the rule of :class:`megascale.DynamicGradScaler`.
-
-        Args:
-            found_inf: fp32, one element; not 0, or NaN: found.
-            scale: fp32, shape [1]; updated, as are the trackers.
-            growth_tracker: int64, shape [1]: clean steps since the scale moved or an overflow.
-            hysteresis_tracker: int64, shape [1]: overflows until the scale backs off.
-            rule: the constants.
-        """
-
-    def unscale(self, grads: list[Tensor], mains: list[Tensor], coefficient: Tensor) -> list[Tensor]:
-        """Return new tensors ``grad * coefficient`` in the dtypes of ``mains``."""
-
-    def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
-        """Update with state ``exp_avg``, ``exp_avg_sq`` (and ``max_exp_avg_sq``), then round main into model."""
-
-    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
-        """Update with state ``momentum_buffer`` (where momentum is not 0), then round main into model."""
-
-    def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
-        """Update with state ``exp_avg``, then round main into model."""
-
-    def decode_(self, operands: Operands) -> None:
-        """Write the main params, fp32, of ``operands`` that have remainders, at least one."""
-
-    def encode_(self, operands: Operands, found_inf: Tensor) -> Tensor:
-        """Write model params and remainders for the main params of ``operands``, unless ``found_inf`` is set.
-
-        A finite element that would round to inf in fp16 keeps its model param and remainder. Returns a bool tensor of
-        shape [parameters]: whether the main param's rounding into fp16 is not finite.
-        """
-
-    def write_back_(self, operands: Operands) -> Tensor:
-        """Round main params (at least one) into their model params, also those without a gradient."""

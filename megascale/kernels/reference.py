@@ -17,12 +17,17 @@ from megascale.rules import AdamHyper, LionHyper, SgdHyper
 
 
 class ReferenceBackend(TorchDecisions, TorchRounding):
-    """Readable and slow. Every other backend is tested against it."""
+    """Readable and slow. Every other backend extends it, and is tested against it.
+
+    Every method takes local tensors on one device, and waits for none. Updates change nothing, bit for bit, where
+    ``decision.found_inf`` is set. They return a bool tensor of shape [parameters]: whether the main param's rounding
+    into fp16 is not finite; False where there is no gradient.
+    """
 
     name = "reference"
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
-        """See :class:`megascale.kernels.Backend`."""
+        """One pass over ``grads``, of which one is there at least, in the dtypes they have. Numbers of None are 0."""
         device = TensorList.of(grads).filled[0].device
         exact = stats_dtype(device)
         nothing = torch.zeros((), dtype=exact, device=device)
@@ -38,7 +43,7 @@ class ReferenceBackend(TorchDecisions, TorchRounding):
 
     @of_trained
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
-        """See :class:`megascale.kernels.Backend`."""
+        """Update with state ``exp_avg``, ``exp_avg_sq`` (and ``max_exp_avg_sq``), then round main into model."""
         found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad, step) in enumerate(zip(operands.main, operands.grad, operands.step, strict=True)):
             state = {name: tensors[index] for name, tensors in operands.state.items()}
@@ -72,7 +77,7 @@ class ReferenceBackend(TorchDecisions, TorchRounding):
 
     @of_trained
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
-        """See :class:`megascale.kernels.Backend`.
+        """Update with state ``momentum_buffer`` (where momentum is not 0), then round main into model.
 
         torch's first momentum buffer is the gradient itself, not dampened. Buffers here start as zeros, so with
         dampening the step count tells, on the device, whether a buffer is new.
@@ -97,7 +102,7 @@ class ReferenceBackend(TorchDecisions, TorchRounding):
 
     @of_trained
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
-        """See :class:`megascale.kernels.Backend`."""
+        """Update with state ``exp_avg``, then round main into model."""
         found, lr = decision.found_inf != 0, _exact(hyper.lr)
         for index, (main, grad) in enumerate(zip(operands.main, operands.grad, strict=True)):
             g = _gradient(grad, main, hyper.maximize, decision)
@@ -108,6 +113,10 @@ class ReferenceBackend(TorchDecisions, TorchRounding):
             _land_(held, hyper.beta2 * average + (1 - hyper.beta2) * g, found)
             _land_(main, p, found)
         return self.write_back_(operands)
+
+
+Backend = ReferenceBackend
+"""Any backend."""
 
 
 def _exact(lr: float | Tensor) -> float | Tensor:

@@ -27,7 +27,7 @@ class TorchRounding:
     """
 
     def write_back_(self, operands: Operands) -> Tensor:
-        """See :class:`megascale.kernels.Backend`."""
+        """Round main params (at least one) into their model params, also those without a gradient. Return the flags."""
         mains, models = operands.main, operands.model
         copies = [(main, model) for main, model in zip(mains, models, strict=True) if model is not main]
         if copies:
@@ -37,14 +37,18 @@ class TorchRounding:
         return watch.flags(mains[0].device)
 
     def decode_(self, operands: Operands) -> None:
-        """See :class:`megascale.kernels.Backend`."""
+        """Write the main params, fp32, of ``operands`` that have remainders, at least one."""
         for indices in runs_of(operands.model, DECODED_NUMEL):
             part = operands.pick(indices)
             decoded = decode(_joined(part.model), _joined(part.remainder))
             torch._foreach_copy_(part.main, _parts(decoded, part.main))
 
     def encode_(self, operands: Operands, found_inf: Tensor) -> Tensor:
-        """See :class:`megascale.kernels.Backend`."""
+        """Write model params and remainders for the main params of ``operands``, unless ``found_inf`` is set.
+
+        A finite element that would round to inf in fp16 keeps its model param and remainder. Returns a bool tensor of
+        shape [parameters]: whether the main param's rounding into fp16 is not finite.
+        """
         skipped = (found_inf != 0).reshape(())
         watch = RoundingWatch(len(operands.model))
         for indices in runs_of(operands.model, DECODED_NUMEL):

@@ -11,8 +11,7 @@ from megascale.config import BACKENDS
 from megascale.errors import UsageError
 from megascale.kernels.decision import NUM_STATISTICS, stats_dtype
 from megascale.kernels.native.backend import NativeBackend
-from megascale.kernels.protocol import Backend
-from megascale.kernels.reference import ReferenceBackend
+from megascale.kernels.reference import Backend, ReferenceBackend
 from megascale.kernels.torch_backend import TorchBackend
 from megascale.utils import call_site, validate
 from megascale.utils.streams import has_streams
@@ -68,8 +67,6 @@ def _or_torch(make: Callable[[], Backend]) -> Backend:
 
 def _cores(process: int = 0) -> int:
     """Return how many cores a process may run on. 0: this one; where another's are not told, none."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
     try:
         return len(os.sched_getaffinity(process))
     except OSError:

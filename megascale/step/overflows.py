@@ -98,9 +98,6 @@ class OverflowListener(Protocol):
     def on_skip(self) -> None:
         """Learn that a step was skipped. Called on every rank alike; it may communicate."""
 
-    def attach(self, recorder: "OverflowRecorder") -> None:
-        """Listen to ``recorder`` from here on, and observe the gradients of its parameters."""
-
 
 class LastOverflow(ABC):
     """What is known of the last skipped step. Base of what records the steps of an optimizer or of a GradScaler.

@@ -152,7 +152,7 @@ class NativeBackend(TorchBackend):
         self, vector: Tensor, scale: Tensor | None, clip_grad: float, most_norm: float = math.inf
     ) -> StepDecision:
         """See :class:`megascale.kernels.Backend`."""
-        if not _is_on_cpu(vector, scale):
+        if not vector.is_cpu:
             return super().decide(vector, scale, clip_grad, most_norm)
         numbers = torch.empty(4, dtype=torch.float32, device="cpu")
         num_zeros = torch.empty((), dtype=torch.float64, device="cpu")
@@ -169,7 +169,7 @@ class NativeBackend(TorchBackend):
     ) -> None:
         """See :class:`megascale.kernels.Backend`."""
         state = (scale, growth_tracker, hysteresis_tracker)
-        if not _is_on_cpu(found_inf, *state):
+        if not (found_inf.is_cpu and scale.is_cpu):
             super().rescale_(found_inf, *state, rule)
             return
         constants = _ScaleRule(*rule)
@@ -242,13 +242,6 @@ class NativeBackend(TorchBackend):
             self._num_threads or torch.get_num_threads(),
         )
         return overflowed
-
-
-def _is_on_cpu(*tensors: Tensor | None) -> bool:
-    for tensor in tensors:  # noqa: SIM110  # in every step
-        if tensor is not None and not tensor.is_cpu:
-            return False
-    return True
 
 
 def _are_readable(tensors: TensorList, dtypes: Iterable[torch.dtype] = TYPES) -> bool:
