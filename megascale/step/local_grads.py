@@ -14,7 +14,6 @@ from megascale.grad_sync.grad_hook import owner_of, require_unowned
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.usable_grads import gradient_error
 from megascale.kernels import Forms, GradWeights, ListReader, TensorList, stats_dtype, tensor_fault
-from megascale.kernels.decision import StepDecision
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
@@ -70,7 +69,6 @@ class Collected:
         grads: their local gradients, which are measured.
         weights: of each gradient's statistics.
         error: why this rank cannot step; the lists are empty then.
-        decision: on the step, which all members share; None before it.
     """
 
     updates: list[PendingUpdate]
@@ -78,7 +76,6 @@ class Collected:
     grads: TensorList
     weights: GradWeights
     error: Exception | None
-    decision: StepDecision | None = None
 
 
 class ReadyGrads:

@@ -30,7 +30,7 @@ class StepMember:
     """One optimizer's main params, state, gradients and update.
 
     Attributes:
-        ready: what a step will update that is decided and not yet taken, with its decision.
+        is_ready: whether a step was decided that is not yet taken.
         chain: the recipe of the newest ChainedOptimizer that steps this member with others; None: none does.
         is_lent: whether the wrapped optimizer holds its main params just now, outside of a step.
         grads: what collects its gradients.
@@ -67,7 +67,7 @@ class StepMember:
         self.update = select_update(optimizer, backend, config, device, main_params.arrivals)
         self.counter = StepCounter(device)
         self.replicas_may_differ = replicas_may_differ
-        self.ready: Collected | None = None
+        self.is_ready = False
         self.is_lent = False
         self.captured: WeakSet[CapturedStep] = WeakSet()
         self.chain: ref[object] | None = None
@@ -141,7 +141,7 @@ class StepMember:
         self.require_not_lent("offload()")
         if self.main_params.residence.is_away:
             return
-        if self.ready is not None:
+        if self.is_ready:
             raise UsageError(
                 "offload() came between prepare_grads() and the update that it decided: take the step with "
                 "step_with_ready_grads() first, or call zero_grad()"

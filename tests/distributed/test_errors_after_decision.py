@@ -99,8 +99,8 @@ def _gradient_changes(kind: str, culprit: int) -> tuple[str, str, bool]:
     _backward(bag, optimizer, 2)
     optimizer.prepare_grads()
     if dist.get_rank() == culprit:
-        ready = optimizer.recipe.members[0].ready
-        assert ready is not None
+        assert optimizer.recipe._prepared is not None
+        [ready], _ = optimizer.recipe._prepared
         ready.updates[-1].grads[0].untyped_storage().resize_(0)
     before = [param.detach().clone() for param in bag.params]
     optimizer.step_with_ready_grads()
