@@ -33,11 +33,10 @@ class Cut(NamedTuple):
     mesh_dim: int
 
 
-def cuts_of(tensor: Tensor) -> list[Cut]:
+def cuts_of(tensor: Tensor) -> list[Cut] | None:
     """Return the cuts that made a DTensor's pieces, in the order of cutting. Empty where every rank has the whole.
 
-    Raises:
-        ValueError: where no such cuts made it: it is a partial sum, or its pieces have other sizes.
+    None where no such cuts made it: it is a partial sum, or its pieces have other sizes.
     """
     if not is_dtensor(tensor):
         return []
@@ -56,15 +55,13 @@ def cuts_of(tensor: Tensor) -> list[Cut]:
         elif isinstance(placement, Shard):
             cuts.append(Cut(placement.dim % tensor.dim(), mesh_dim))
         else:
-            raise ValueError(f"placements {tensor.placements}")
+            return None
     for cut, factor in strided:
         before = [one for one in cuts if one.dim == cut.dim and one.mesh_dim > cut.mesh_dim]
         if factor != math.prod(mesh.size(one.mesh_dim) for one in before):
-            raise ValueError(f"placements {tensor.placements}")
+            return None
         cuts.append(cut)
-    if _own_shape(tensor, cuts) != held(tensor).shape:
-        raise ValueError(f"pieces of shape {tuple(held(tensor).shape)}")
-    return cuts
+    return cuts if _own_shape(tensor, cuts) == held(tensor).shape else None
 
 
 class MatrixExchange:

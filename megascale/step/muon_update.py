@@ -154,7 +154,7 @@ class MuonUpdate(KernelUpdate):
 
     The momentum of DTensors is updated in pieces, where it lies. The pieces of each update's direction travel to the
     matrix's owner, who orthogonalizes it, and back, in the dtype of the iterations. If the optimizer has step hooks, or
-    DTensors that :func:`cuts_of` refuses, its own ``step()`` runs instead.
+    DTensors whose cuts :func:`cuts_of` does not know, its own ``step()`` runs instead.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: StepConfig) -> None:
@@ -182,7 +182,7 @@ class MuonUpdate(KernelUpdate):
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         for unit in (pending.unit for pending in updates):
             if unit not in self._supported:
-                self._supported[unit] = all(_is_supported(param.main) for param in unit.params)
+                self._supported[unit] = all(cuts_of(param.main) is not None for param in unit.params)
         if not all(self._supported[pending.unit] for pending in updates):
             return self.prepare_own_step(updates, "DTensors whose pieces cannot be joined: cut them otherwise")
         return super().prepare(updates)
@@ -206,15 +206,6 @@ def _sets(mains: Sequence[Tensor]) -> list[_MatrixSet]:
         indices, matrices, cuts_of_each = map(list, zip(*cut, strict=True))
         found.append((indices, MatrixExchange(matrices, cuts_of_each)))
     return [_MatrixSet(indices, [mains[index].shape for index in indices], exchange) for indices, exchange in found]
-
-
-def _is_supported(main: Tensor) -> bool:
-    """Return whether a matrix is whole here, or cut in a way that :class:`MatrixExchange` can join."""
-    try:
-        cuts_of(main)
-    except ValueError:
-        return False
-    return True
 
 
 def _write_unless(skipped: Tensor, target: Tensor, value: Tensor) -> None:

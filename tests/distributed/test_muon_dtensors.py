@@ -105,8 +105,8 @@ def _both(layout: str, dtype: torch.dtype) -> tuple[bool, list[bool], dict[str, 
     return agree, landed, {str(name).rpartition(".")[2]: count for name, count in seen.get_comm_counts().items()}
 
 
-def _cuts() -> tuple[list[list[tuple[int, int]]], list[str]]:
-    """Return the cuts of matrices of shape [8, 8] by their placements, and what is said of those that have none."""
+def _cuts() -> tuple[list[list[tuple[int, int]]], list[object]]:
+    """Return the cuts of matrices of shape [8, 8] by their placements, and of those that no cuts have made."""
     whole, square, line = torch.ones(8, 8), mesh_of((2, 2), ("a", "b")), mesh_of((1, 4), ("a", "b"))
     cut: list[tuple[DeviceMesh, list[Placement]]] = [
         (square, [Shard(0), Shard(1)]),
@@ -130,16 +130,14 @@ def _cuts() -> tuple[list[list[tuple[int, int]]], list[str]]:
             if isinstance(placement, (Shard, _StridedShard)):
                 value = value.chunk(size, placement.dim)[0]
         spread = DTensor.from_local(value, mesh, placements, run_check=False, shape=whole.shape, stride=(8, 1))
-        found.append([(one.dim, one.mesh_dim) for one in cuts_of(spread)])
-    said = []
+        found.append([(one.dim, one.mesh_dim) for one in cuts_of(spread) or []])
+    unknown: list[object] = []
     for mesh, placements, rows in bad:
         spread = DTensor.from_local(
             torch.ones(rows, 8), mesh, placements, run_check=False, shape=whole.shape, stride=(8, 1)
         )
-        with pytest.raises(ValueError, match=" ") as caught:
-            cuts_of(spread)
-        said.append(str(caught.value).split()[0])
-    return found, said
+        unknown.append(cuts_of(spread))
+    return found, unknown
 
 
 def test_cuts_are_those_that_made_the_pieces(ranks: RankPool) -> None:
@@ -147,9 +145,9 @@ def test_cuts_are_those_that_made_the_pieces(ranks: RankPool) -> None:
     of one rank cut nothing. Sums, strides of no cut and pieces of another size are no cuts.
     """
     cuts = [[(0, 0), (1, 1)], [(1, 0), (1, 1)], [(0, 1)], [], [(0, 1), (0, 0)], [(1, 1), (0, 0)], [(0, 1), (0, 0)]]
-    for found, said in ranks.run(4, _cuts):
+    for found, unknown in ranks.run(4, _cuts):
         assert found == cuts
-        assert said == ["placements"] * 3 + ["pieces"]
+        assert unknown == [None] * 4
 
 
 CASES = [("rows", 2), ("columns", 2), ("some whole", 2), *((layout, 4) for layout in LAYOUTS)]
