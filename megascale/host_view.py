@@ -54,8 +54,7 @@ def known_values(vector: Tensor, view: HostView, *, late: bool) -> list[float] |
 def _row_of(tensors: list[Tensor]) -> Tensor:
     """Return one-element tensors as one, on the first device that is not the host."""
     device = next((value.device for value in tensors if value.device.type != "cpu"), torch.device("cpu"))
-    exact = torch.float32 if device.type == "mps" else torch.float64
-    return torch.stack([value.detach().reshape(()).to(device, exact, non_blocking=True) for value in tensors])
+    return torch.stack([value.detach().reshape(()).to(device, torch.float64, non_blocking=True) for value in tensors])
 
 
 class _Copy:

@@ -43,7 +43,7 @@ class LandedLRScheduler(LRScheduler):
         schedule.step(result.success)
 
     ``group["lr"]`` becomes a 0-d tensor on the device: fp64, so that the update reads the very number that the schedule
-    computed (fp32 on a device without fp64, or for a torch optimizer). The host waits for the device only where it must
+    computed (fp32 for a torch optimizer). The host waits for the device only where it must
     know at once whether the step landed:
 
     - the optimizer's update needs the decision on the host (any but Adam, AdamW, SGD, Lion and Muon; see

@@ -20,7 +20,7 @@ from megascale.amp.local_grads import LocalGrads, found_in
 from megascale.amp.overflows import ScalerOverflows
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
-from megascale.kernels import Backend, select_backend, stats_dtype
+from megascale.kernels import Backend, select_backend
 from megascale.step.overflow_report import OverflowReport
 from megascale.utils import call_site, validate, wording
 from megascale.utils.calls import methods_outside_of_graphs
@@ -239,7 +239,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Call it instead of :meth:`unscale_`, or before :meth:`_unscale`; gradients must not change in between. Returns
         the sum of squares of this rank's plain gradients and of whole DTensors, each element once: 0-d, of
-        :func:`stats_dtype`, on the scale's device, without a sync.
+        fp64, on the scale's device, without a sync.
 
         ``grads``: they, coalesced.
         """
@@ -248,10 +248,10 @@ class GradScaler(torch.amp.GradScaler):
         _check_unscaled(state)
         stats = grads.measure(self._backend)
         agreement = Agreement(_params(optimizer), self.process_group)
-        nothing = torch.zeros((), dtype=stats_dtype(scale.device), device=scale.device)
+        nothing = torch.zeros((), dtype=torch.float64, device=scale.device)
         squares: Squares = dict.fromkeys([None, *agreement.meshes], nothing)
         for location, found in stats.items():
-            share = found.sum_squares.sum().to(stats_dtype(location.device)) / location.holders
+            share = found.sum_squares.sum().to(torch.float64) / location.holders
             squares[location.mesh] = squares[location.mesh] + to_device_async(share, scale.device).to(nothing)
         flags = [found_in(found) for found in stats.values()]
         found_inf, squares = agreement.agree(_any(flags, scale.device), squares)
@@ -280,7 +280,7 @@ class GradScaler(torch.amp.GradScaler):
     def _inv_scale(self) -> Tensor:
         """Return the reciprocal of the scale, taken in fp64 and rounded once: fp32, 0-d."""
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        return scale.to(stats_dtype(scale.device)).reciprocal().float()
+        return scale.to(torch.float64).reciprocal().float()
 
     # Called by torch's methods, and by optimizers that take a grad_scaler
 

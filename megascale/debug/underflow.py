@@ -200,7 +200,7 @@ def _measure(grad: Tensor, share: float) -> Tensor:
 
     The counts are multiplied by ``share``.
     """
-    exact = torch.float32 if grad.device.type == "mps" else torch.float64
+    exact = torch.float64
     size = grad.detach().abs()
     zeros, small = (size == 0).sum(), (size < SMALLEST_NORMAL_FP16).sum()
     numel = torch.full_like(zeros, grad.numel(), dtype=exact)

@@ -14,7 +14,6 @@ from megascale.kernels.decision import (
     TorchDecisions,
     clip_coefficient,
     inverse,
-    stats_dtype,
 )
 from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.protocol import Operands
@@ -58,7 +57,6 @@ __all__ = [
     "memory_fault",
     "select_backend",
     "sharing",
-    "stats_dtype",
     "tensor_fault",
     "why_not",
 ]

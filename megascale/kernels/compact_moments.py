@@ -38,7 +38,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megascale.kernels.decision import stats_dtype
 from megascale.rules import CODE_DTYPES, FIRST_DTYPE, MOMENT_CODES, SECOND_DTYPE
 
 GROUP = 32
@@ -194,7 +193,7 @@ def encode_moments(
 
 def exact_root(value: Tensor) -> Tensor:
     """Return the correctly rounded square root. torch's own fp32 root is an ulp off on some processors."""
-    return value.to(stats_dtype(value.device)).sqrt().to(value.dtype)
+    return value.to(torch.float64).sqrt().to(value.dtype)
 
 
 def grouped(values: Tensor, fill: float = 0) -> Tensor:

@@ -22,11 +22,6 @@ less than this.
 """
 
 
-def stats_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of statistics on ``device``: fp64 wherever the hardware has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 class Statistic(IntEnum):
     """Indices into the vector of statistics that is summed over all ranks in a step."""
 
@@ -51,7 +46,7 @@ WITH_GRADS = 2.0**-16
 
 
 class GradWeights(NamedTuple):
-    """Weights of each gradient's statistics, each of shape [number of gradients], in the statistics dtype.
+    """Weights of each gradient's statistics, each of shape [number of gradients], in fp64.
 
     Attributes:
         shares: of its squares and zeros: 1 / number of ranks that hold the same gradient.
@@ -63,7 +58,7 @@ class GradWeights(NamedTuple):
 
 
 class TensorStats(NamedTuple):
-    """Per-tensor statistics of gradients, each of shape [number of tensors], in the statistics dtype."""
+    """Per-tensor statistics of gradients, each of shape [number of tensors], in fp64."""
 
     sum_squares: Tensor
     non_finite: Tensor
@@ -160,7 +155,7 @@ class TorchDecisions:
         Args:
             stats: of at least one tensor, on one device.
             weights: of each tensor's statistics.
-            errors: 0-d, statistics dtype: this rank's errors.
+            errors: 0-d, fp64: this rank's errors.
             scaled: 0 if this rank knows that the loss was not scaled, else 1.
         """
         # 0 * inf is NaN: a non-finite copy with weight 0 makes the norm NaN, but only in a step that is skipped.
@@ -185,8 +180,8 @@ class TorchDecisions:
         loss. ``clip = min(1, clip_grad / (norm + 1e-6))``, Megatron-Core's and torch's rule; 0 does not clip.
 
         Args:
-            vector: shape [NUM_STATISTICS], statistics dtype: the sums over all ranks.
-            scale: fp32, shape [1], the loss scale; None: 1. Its reciprocal is taken in the statistics dtype and rounded
+            vector: shape [NUM_STATISTICS], fp64: the sums over all ranks.
+            scale: fp32, shape [1], the loss scale; None: 1. Its reciprocal is taken in fp64 and rounded
                 to fp32 once.
             clip_grad: largest norm of the unscaled gradients.
             most_norm: a larger one, compared in fp32, skips the step: Megatron-Core's rule (``ChainedOptimizer.step``
@@ -235,7 +230,7 @@ class TorchDecisions:
         """
         found = found_inf.reshape(1) != 0
         hysteresis_after_inf = (hysteresis_tracker - 1).clamp_(min=0)
-        factor = scale.to(stats_dtype(scale.device)) if rule.fp64_products else scale
+        factor = scale.to(torch.float64) if rule.fp64_products else scale
         backed_off = (factor * rule.backoff_factor).float().clamp_(min=rule.min_scale)
         scale_after_inf = torch.where(hysteresis_after_inf == 0, backed_off, scale)
 

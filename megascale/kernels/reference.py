@@ -1,6 +1,6 @@
 """The reference backend, which specifies all others: plain tensor code, one parameter at a time.
 
-Statistics accumulate in fp64 (fp32 where the device has no fp64). The update's arithmetic is in the main param's dtype.
+Statistics accumulate in fp64. The update's arithmetic is in the main param's dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megascale.kernels.compact_moments import decode_moments, encode_moments, exact_root
-from megascale.kernels.decision import Decision, TensorStats, TorchDecisions, stats_dtype
+from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import Operands
 from megascale.kernels.rounding import TorchRounding, of_trained
 from megascale.kernels.tensors.tensor_list import TensorList
@@ -29,16 +29,15 @@ class ReferenceBackend(TorchDecisions, TorchRounding):
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """One pass over ``grads``, of which one is there at least, in the dtypes they have. Numbers of None are 0."""
         device = TensorList.of(grads).filled[0].device
-        exact = stats_dtype(device)
-        nothing = torch.zeros((), dtype=exact, device=device)
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
 
         def of_each(count: Callable[[Tensor], Tensor]) -> Tensor:
             return torch.stack([nothing if grad is None else count(grad) for grad in grads])
 
         return TensorStats(
-            sum_squares=of_each(lambda grad: grad.to(exact).square().sum()),
-            non_finite=of_each(lambda grad: grad.to(exact).isfinite().logical_not().sum(dtype=exact)),
-            zeros=of_each(lambda grad: (grad == 0).sum(dtype=exact)) if count_zeros else None,
+            sum_squares=of_each(lambda grad: grad.double().square().sum()),
+            non_finite=of_each(lambda grad: grad.double().isfinite().logical_not().sum(dtype=torch.float64)),
+            zeros=of_each(lambda grad: (grad == 0).sum(dtype=torch.float64)) if count_zeros else None,
         )
 
     @of_trained
@@ -53,7 +52,7 @@ class ReferenceBackend(TorchDecisions, TorchRounding):
                 p = main * _as(main, 1 - lr * hyper.weight_decay)
             elif hyper.weight_decay != 0:
                 g = g + hyper.weight_decay * main
-            t = (step + 1).to(stats_dtype(step.device))
+            t = (step + 1).to(torch.float64)
             correction1 = 1 - hyper.beta1**t
             inv_correction2_sqrt = 1 / (1 - hyper.beta2**t).sqrt()
             held = decode_moments(state) if operands.has_codes else state
@@ -121,7 +120,7 @@ Backend = ReferenceBackend
 
 def _exact(lr: float | Tensor) -> float | Tensor:
     """Return a rate with the precision of a Python number: what follows from it is rounded once."""
-    return lr.to(stats_dtype(lr.device)) if isinstance(lr, Tensor) else lr
+    return lr.to(torch.float64) if isinstance(lr, Tensor) else lr
 
 
 def _as(main: Tensor, number: float | Tensor) -> float | Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from megascale.config import BACKENDS
 from megascale.errors import UsageError
-from megascale.kernels.decision import NUM_STATISTICS, stats_dtype
+from megascale.kernels.decision import NUM_STATISTICS
 from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.reference import Backend, ReferenceBackend
 from megascale.kernels.torch_backend import TorchBackend
@@ -80,7 +80,7 @@ def why_not(name: str, device: torch.device) -> str | None:
     """
     maker = _MAKERS[validate.one_of("backend", name, tuple(_MAKERS))]
     try:
-        maker(device).decide(torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device), None, 0.0)
+        maker(device).decide(torch.zeros(NUM_STATISTICS, dtype=torch.float64, device=device), None, 0.0)
     except UsageError as error:
         return str(error)
     return None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megascale.kernels.blocks import Block, RoundingWatch, Row, Scratch, blocks_of, pieces_of, rows_of, takes_many
-from megascale.kernels.decision import Decision, TensorStats, stats_dtype
+from megascale.kernels.decision import Decision, TensorStats
 from megascale.kernels.protocol import Operands, runs_of
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.rounding import of_trained
@@ -27,19 +27,19 @@ class TorchBackend(ReferenceBackend):
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """See :class:`megascale.kernels.Backend`.
 
-        Sums of squares are fp32 within a block and in the statistics dtype across blocks; counts are exact.
+        Sums of squares are fp32 within a block and fp64 across blocks; counts are exact.
         """
         device = TensorList.of(grads).filled[0].device
-        scratch, exact = Scratch(device), stats_dtype(device)
+        scratch = Scratch(device)
         pieces, num_pieces = pieces_of(grads, scratch.block)
         if not pieces:
-            table = torch.zeros(0, 3 if count_zeros else 2, dtype=exact, device=device)
+            table = torch.zeros(0, 3 if count_zeros else 2, dtype=torch.float64, device=device)
         elif takes_many(device):  # one launch of a foreach kernel reads all pieces of a block
             blocks = ([pieces[index] for index in run] for run in runs_of(pieces, scratch.block))
-            table = torch.cat([_measured_together(block, scratch, count_zeros).to(exact) for block in blocks])
+            table = torch.cat([_measured_together(block, scratch, count_zeros).to(torch.float64) for block in blocks])
         else:
             values = [value for piece in pieces for value in _measured(piece, scratch, count_zeros)]
-            table = torch.stack(values).to(exact).view(len(pieces), -1)
+            table = torch.stack(values).to(torch.float64).view(len(pieces), -1)
         return TensorStats.of_pieces(table, num_pieces)
 
     @of_trained

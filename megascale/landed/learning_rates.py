@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, UsageError
-from megascale.kernels import stats_dtype
 from megascale.step.arguments import device_of
 from megascale.utils.transfer import to_device_async
 
@@ -28,7 +27,7 @@ class GroupRates:
         self._written: list[tuple[Tensor, int] | None] = [None] * len(groups)
         self._device = device_of(optimizer)
         # torch's fused kernels read fp32 only
-        self._dtype = stats_dtype(self._device) if isinstance(optimizer, MegascaleOptimizer) else torch.float32
+        self._dtype = torch.float64 if isinstance(optimizer, MegascaleOptimizer) else torch.float32
 
     def pull(self) -> None:
         """Take over rates that others put into the groups. A tensor that they wrote is read on the host.

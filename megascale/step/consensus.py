@@ -39,11 +39,9 @@ from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.distributed import ProcessGroup
 
 from megascale.errors import UsageError
-from megascale.kernels import stats_dtype
 from megascale.parallel import UNSET, ParallelGroups
 from megascale.utils.collectives import gather_or_raise, group_rank, group_ranks, group_size
 from megascale.utils.consensus import Facts, digest, explained, zero_sum
@@ -71,7 +69,7 @@ class Consensus:
         is_alone: whether this rank decides alone: then there is nothing to vote on.
     """
 
-    def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
+    def __init__(self, groups: ParallelGroups) -> None:
         self._group = groups.grad_stats
         self.is_alone = group_size(self._group) == 1
         experts = None if groups.expert_data_parallel is UNSET else groups.expert_data_parallel
@@ -81,9 +79,8 @@ class Consensus:
         self._index = {kind: group_rank(group) for kind, group in sets.items()}
         # No two sets share these: what ranks of one set exchange must not cancel with the same of another.
         self._sets = {kind: repr((kind, ranks)).encode() for kind, ranks in self._ranks.items()}
-        # A rank votes in three sets at most; what is left of the four bits is for counts of errors.
-        exact = 53 if stats_dtype(device) == torch.float64 else 24
-        self._limit = max(1, 2 ** (exact - 4) // group_size(self._group))
+        # A rank votes in three sets at most; what is left of the four bits is for counts of errors. fp64 has 53.
+        self._limit = max(1, 2 ** (53 - 4) // group_size(self._group))
         self._recent: deque[tuple[int, StepFacts | None]] = deque(maxlen=2)
         self._digests: dict[tuple[Kind, int], tuple[Facts, bytes]] = {}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megascale.errors import MainParamOverflowError, NonFiniteParamError, listed
 from megascale.host_view import HostView, known_values
-from megascale.kernels import Statistic, stats_dtype
+from megascale.kernels import Statistic
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
 from megascale.step.consensus import Consensus, StepFacts
@@ -40,7 +40,7 @@ class DeferredErrors:
     """
 
     def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
-        self.consensus = Consensus(groups, device)
+        self.consensus = Consensus(groups)
         self.times_replaced = 0
         self.on_host = device.type == "cpu"
         self._device = device
@@ -48,7 +48,7 @@ class DeferredErrors:
         self._error: Exception | None = None
         self.flags: deque[list[OverflowFlags]] = deque(maxlen=2)
         # Updated in place: captured graphs hold these addresses.
-        self._num_overflowed = torch.zeros((), dtype=stats_dtype(device), device=device)
+        self._num_overflowed = torch.zeros((), dtype=torch.float64, device=device)
         self.no_errors = torch.zeros_like(self._num_overflowed)
 
     def clear(self) -> None:

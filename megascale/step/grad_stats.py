@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megascale.errors import ArgumentError
-from megascale.kernels import Backend, TensorList, TensorStats, stats_dtype
+from megascale.kernels import Backend, TensorList, TensorStats
 from megascale.parallel import ParallelGroups, ranks_of
 from megascale.utils.dtensors import is_dtensor
 
@@ -128,7 +128,7 @@ class GradStats:
     """One rank's statistics, or those that all ranks agreed on.
 
     Attributes:
-        vector: shape [NUM_STATISTICS], statistics dtype, indexed by :class:`megascale.kernels.Statistic`.
+        vector: shape [NUM_STATISTICS], fp64, indexed by :class:`megascale.kernels.Statistic`.
         non_finite: shape [number of gradients], this rank's non-finite elements of each gradient; None without
             gradients.
     """
@@ -146,14 +146,14 @@ def measured_by_device(grads: TensorList, backend: Backend, count_zeros: bool, d
             [grad for grad, other in zip(grads, places, strict=True) if other == place],
             filled=[tensor for tensor in grads.filled if tensor.device == place],
         )
-        nothing = torch.zeros(len(theirs), dtype=stats_dtype(place), device=place)
+        nothing = torch.zeros(len(theirs), dtype=torch.float64, device=place)
         parts[place] = backend.measure(theirs, count_zeros) if theirs.num_there else TensorStats(*[nothing] * 3)
     runs = [(place, len(list(run))) for place, run in groupby(places)]
 
     def gathered(name: str) -> Tensor:
         waits = device.type == "cpu"  # for what the host reads next
         left = {
-            place: getattr(part, name).to(device, stats_dtype(device), non_blocking=not waits)
+            place: getattr(part, name).to(device, torch.float64, non_blocking=not waits)
             for place, part in parts.items()
         }
         pieces = []

@@ -13,7 +13,7 @@ from megascale.errors import ArgumentError, GradientError, UsageError
 from megascale.grad_sync.grad_hook import owner_of, require_unowned
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.usable_grads import gradient_error
-from megascale.kernels import Forms, GradWeights, ListReader, TensorList, stats_dtype, tensor_fault
+from megascale.kernels import Forms, GradWeights, ListReader, TensorList, tensor_fault
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.update_unit import UpdateUnit
@@ -226,7 +226,7 @@ class ReadyGrads:
         return GradWeights(self._column(shares), self._column(contrasts) if compares else None)
 
     def _column(self, values: list[float]) -> Tensor:
-        return to_device_async(torch.tensor(values, dtype=stats_dtype(self._device), device="cpu"), self._device)
+        return to_device_async(torch.tensor(values, dtype=torch.float64, device="cpu"), self._device)
 
 
 def _place(models: list[Any], grads: list[Any], specs: list[Any]) -> bool:

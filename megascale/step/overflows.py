@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from megascale.grad_scaler import MegatronGradScaler
-from megascale.kernels import stats_dtype
 from megascale.parallel import ParallelGroups
 from megascale.step.grad_stats import GradStats
 from megascale.step.local_grads import Collected
@@ -279,17 +278,16 @@ class OverflowRecorder(LastOverflow):
 
 @torch.no_grad()
 def describe_non_finite(tensor: Tensor) -> Tensor:
-    """Return (elements that are inf, elements that are NaN, largest finite magnitude): fp64 (MPS: fp32), shape [3].
+    """Return (elements that are inf, elements that are NaN, largest finite magnitude): fp64, shape [3].
 
     On the tensor's device, without a host sync. The magnitude is 0 where no element is finite. It reads the tensor
     several times: for tensors that overflowed.
     """
-    exact = stats_dtype(tensor.device)
     size = tensor.abs()
-    num_inf, num_nan = (size == torch.inf).sum(dtype=exact), (size != size).sum(dtype=exact)
+    num_inf, num_nan = (size == torch.inf).sum(dtype=torch.float64), (size != size).sum(dtype=torch.float64)
     finite = torch.nan_to_num(size, nan=0.0, posinf=0.0)
     largest = finite.amax() if tensor.numel() else finite.new_zeros(())
-    return torch.stack([num_inf, num_nan, largest.to(exact)])
+    return torch.stack([num_inf, num_nan, largest.to(torch.float64)])
 
 
 def described(name: str, numbers: Tensor, index: int, micro_batch: int | None, numel: int) -> OverflowEntry:

@@ -193,7 +193,7 @@ def test_a_rank_without_any_parameters_is_named(ranks: RankPool, way: str) -> No
 
 def _nothing_differs() -> str:
     groups = ParallelGroups.of(None)
-    consensus = Consensus(groups, torch.device("cpu"))
+    consensus = Consensus(groups)
     consensus.vote({None: [{"a": 1}]})
     return message_of(UsageError, lambda: consensus.explain(None))
 

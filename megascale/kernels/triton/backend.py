@@ -26,7 +26,6 @@ from megascale.kernels.decision import (
     ScaleRule,
     StepDecision,
     TensorStats,
-    stats_dtype,
 )
 from megascale.kernels.protocol import Operands
 from megascale.kernels.reference import ReferenceBackend
@@ -45,7 +44,7 @@ OPTIONS: dict[str, Any] = {"num_warps": 4}
 # Left to itself the assembler takes up to 150 registers for Adam's moments in codes, and 114 for its fp16 params. With
 # these limits an SM of sm_90 holds 5 blocks in place of 4, and 6 to 8 in place of 4 to 7, and nothing spills: see
 # benchmarks/results/ptx_sm90.md. Other kernels take fewer registers without a limit than with one.
-CODES_OPTIONS, FP16_OPTIONS = (OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": most} for most in (96, 80))
+CODES_OPTIONS, FP16_OPTIONS = ({**OPTIONS, "maxnreg": most} for most in (96, 80))
 # Of the one program that adds up all tensors of a rank.
 TOTAL_BLOCK = 1 << 12
 TOTAL_OPTIONS: dict[str, Any] = {"num_warps": 16}
@@ -84,7 +83,7 @@ class TritonBackend(ReferenceBackend):
         if not plan.tables:
             return super().measure(grads, count_zeros)
         addresses = plan.addresses_of(measured)
-        stats = torch.empty(len(grads), 3, dtype=stats_dtype(device), device=device)
+        stats = torch.empty(len(grads), 3, dtype=torch.float64, device=device)
         for table in plan.tables:
             partials = torch.empty(len(table.chunk_rows), 4, dtype=stats.dtype, device=device)
             sizes = {**self._sizes(table, MEASURED_BLOCK, MEASURED_BLOCK), "FAN": FAN}
@@ -103,7 +102,7 @@ class TritonBackend(ReferenceBackend):
         self._check(shares.device)
         columns = (stats.sum_squares, stats.non_finite, stats.sum_squares if stats.zeros is None else stats.zeros)
         strides = {column.stride(0) for column in columns}
-        if shares.dtype != torch.float64 or len(strides) > 1:
+        if len(strides) > 1:
             return super().total(stats, weights, errors, scaled)
         vector = torch.empty(NUM_STATISTICS, dtype=torch.float64, device=shares.device)
         compared = shares if contrasts is None else contrasts
@@ -121,8 +120,6 @@ class TritonBackend(ReferenceBackend):
     ) -> StepDecision:
         """See :class:`megascale.kernels.Backend`. One launch."""
         device = self._check(vector.device)
-        if vector.dtype != torch.float64:
-            return super().decide(vector, scale, clip_grad, most_norm)
         numbers = torch.empty(4, dtype=torch.float32, device=device)
         num_zeros = torch.empty((), dtype=torch.float64, device=device)
         success = torch.empty((), dtype=torch.bool, device=device)
@@ -284,7 +281,7 @@ class TritonBackend(ReferenceBackend):
             return to_device_async(lr, device)
         rate = self._rates.get((device, lr))
         if rate is None or is_capturing(device):  # a graph's own memory holds no value before its first replay
-            rate = torch.full((), lr, dtype=stats_dtype(device), device=device)
+            rate = torch.full((), lr, dtype=torch.float64, device=device)
             if not is_capturing(device):
                 self._rates = {**(self._rates if len(self._rates) < MOST_RATES else {}), (device, lr): rate}
         return rate
@@ -344,7 +341,7 @@ def require_launch(device: torch.device) -> None:
 
     Raises UsageError, with the remedy, if it fails.
     """
-    backend, vector = TritonBackend(), torch.zeros(NUM_STATISTICS, dtype=stats_dtype(device), device=device)
+    backend, vector = TritonBackend(), torch.zeros(NUM_STATISTICS, dtype=torch.float64, device=device)
     try:
         backend.decide(vector, None, 0.0)
     except UsageError:
