@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import InteropError, listed
@@ -215,27 +213,11 @@ def _check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str
                     f"param group {index} has {key}={value!r} in the checkpoint and {own!r} here; build the same "
                     "groups in the same order, and change their options when the checkpoint is loaded"
                 )
-    for key in _common_options(saved) & _common_options(live):
-        given_values, own_values = ([_plain(group[key]) for group in groups] for groups in (saved, live))
-        if given_values != own_values and sorted(map(repr, given_values)) == sorted(map(repr, own_values)):
-            raise InteropError(
-                f"the param groups have {key}={given_values} in the checkpoint and {own_values} here: they are in "
-                "another order; build the same groups in the same order"
-            )
 
 
 def _is_meaningful(group: Mapping[str, Any], key: str, value: Any) -> bool:
     """Return whether ``key`` is meaningful: None is not, in a group of torch's or of a version without it."""
     return value is not None or (key in SET_BY_OVERRIDES and "wd_mult" in group)
-
-
-def _common_options(groups: Sequence[Mapping[str, Any]]) -> set[str]:
-    names = [set(group) - {"params", "param_names"} for group in groups]
-    return set.intersection(*names) if names else set()
-
-
-def _plain(option: Any) -> Any:
-    return option.tolist() if isinstance(option, Tensor) else option
 
 
 def _check_scaler(saved: Sequence[Any], live: bool) -> None:
