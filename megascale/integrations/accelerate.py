@@ -4,8 +4,7 @@
 ``transformers.Trainer``. Nothing else in a training loop changes.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import accelerate
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from megascale.amp import GradScaler
 from megascale.base_optimizer import MegascaleOptimizer
-from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.accelerate_checks import (
     check_autocast,
@@ -27,14 +25,13 @@ from megascale.integrations.accelerate_checks import (
 )
 from megascale.integrations.accelerate_prepared import PreparedOptimizer, UnshardedOptimizer
 from megascale.integrations.accelerate_scaling import ScaledOptimizer, SkipOnDevice, reduce_in_fp32
-from megascale.integrations.replaced import replaced
 from megascale.utils import validate
 
 
 class Accelerator(accelerate.Accelerator):
     """accelerate.Accelerator with support for MixedPrecisionOptimizer's loss scaling, clipping and skipping.
 
-    - ``prepare`` takes MixedPrecisionOptimizer, DistributedOptimizer and ChainedOptimizer, beside all that it accepts.
+    - ``prepare`` takes MixedPrecisionOptimizer and ChainedOptimizer, beside all that it accepts.
     - ``backward`` scales the loss by the optimizer's grad scaler.
     - ``clip_grad_norm_`` and ``clip_grad_value_`` clip unscaled gradients, with no host sync, over all ranks and
       shards. They begin the step, so call them under ``if accelerator.sync_gradients``.
@@ -52,9 +49,6 @@ class Accelerator(accelerate.Accelerator):
         ArgumentError, ArgumentTypeError: for a ``grad_scaler`` of another type, or without ``mixed_precision="fp16"``.
     """
 
-    _bare_models = False
-    _is_adopted = False
-
     def __init__(self, *args: Any, grad_scaler: GradScaler | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._use_scaler(grad_scaler)
@@ -62,18 +56,12 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects for training; see ``accelerate.Accelerator.prepare``.
 
-        Models that are prepared with a DistributedOptimizer are not wrapped: it reduces their gradients itself.
-
         Raises:
             UsageError: for an optimizer that cannot be used with this accelerator, with the remedy.
         """
         if self.is_fsdp2 and any(isinstance(arg, MegascaleOptimizer | UnshardedOptimizer) for arg in args):
             reduce_in_fp32(self.state.fsdp_plugin)
-        reducing = any(
-            part.reduces_in_backward for arg in args if isinstance(arg, MegascaleOptimizer) for part in arg.parts()
-        )
-        with replaced(self, "_bare_models", reducing):
-            result = super().prepare(*args, device_placement=device_placement)
+        result = super().prepare(*args, device_placement=device_placement)
         if self.is_fsdp2:
             # FSDP2's plugin has replaced the parameters: create main params of the shards before the first forward.
             for prepared in self._ours():
@@ -97,8 +85,7 @@ class Accelerator(accelerate.Accelerator):
         """
         if not evaluation_mode:
             check_precision(self, type(model).__name__, model.parameters())
-        bare = evaluation_mode or self._bare_models
-        prepared: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=bare)
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         return prepared
 
     def prepare_optimizer(
@@ -127,15 +114,6 @@ class Accelerator(accelerate.Accelerator):
             return super().prepare_optimizer(optimizer, device_placement)
         self._optimizers.append(prepared)
         return prepared
-
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which DistributedDataParallel and DistributedOptimizer only accumulate."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(super().no_sync(model))
-            for part in self._reducing_optimizers():
-                stack.enter_context(part.no_sync())
-            yield
 
     def backward(self, loss: Tensor, *, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> None:
         """Scale the loss, by the grad scaler and the number of accumulation steps, and run backward.
@@ -222,35 +200,6 @@ class Accelerator(accelerate.Accelerator):
             optimizer = [one for one in chosen if not (isinstance(one, ScaledOptimizer) and one.is_unscaled)]
         super().unscale_gradients(optimizer)
 
-    def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool | None = None, **save_model_func_kwargs: Any
-    ) -> Any:
-        """Save everything that was prepared; see ``accelerate.Accelerator.save_state``.
-
-        Args:
-            output_dir: the folder.
-            safe_serialization: whether to write the model as safetensors. None: yes, unless a DistributedOptimizer's
-                parameters share bucket memory, into which safetensors cannot load.
-            save_model_func_kwargs: see Accelerate.
-
-        Raises:
-            UsageError: for ``safe_serialization=True`` with a DistributedOptimizer.
-        """
-        if safe_serialization and self._reducing_optimizers():
-            raise UsageError(
-                "safe_serialization=True saves what could not be loaded: a DistributedOptimizer keeps parameters in "
-                "memory that they share; leave it out, and export weights with accelerator.save_model()"
-            )
-        safe = not self._reducing_optimizers() if safe_serialization is None else safe_serialization
-        return super().save_state(output_dir, safe, **save_model_func_kwargs)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's state dict, each tensor with its own memory; see ``accelerate.Accelerator``."""
-        state: dict[str, Any] = super().get_state_dict(model, unwrap)
-        if not self._reducing_optimizers():
-            return state
-        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
     def _use_scaler(self, grad_scaler: GradScaler | None) -> None:
         """Use ``grad_scaler`` instead of torch's, and autocast to fp16 on any device."""
         if grad_scaler is None:
@@ -267,11 +216,6 @@ class Accelerator(accelerate.Accelerator):
 
     def _ours(self) -> list[PreparedOptimizer]:
         return [prepared for prepared in self._optimizers if isinstance(prepared, PreparedOptimizer)]
-
-    def _reducing_optimizers(self) -> list[DistributedOptimizer]:
-        """Return the optimizers that reduce gradients themselves."""
-        parts = [part for prepared in self._ours() for part in prepared.optimizer.parts()]
-        return [part for part in parts if isinstance(part, DistributedOptimizer)]
 
     def _optimizer_of(self, params: list[Tensor]) -> PreparedOptimizer | None:
         """Return our optimizer that is to clip ``params``; None if they are not ours."""
@@ -320,6 +264,5 @@ def adopt(accelerator: accelerate.Accelerator, *, grad_scaler: GradScaler | None
     if accelerator._optimizers:
         raise UsageError("accelerator has prepared an optimizer already; adopt it before prepare()")
     accelerator.__class__ = Accelerator
-    accelerator._is_adopted = True
     accelerator._use_scaler(grad_scaler)
     return accelerator

@@ -8,7 +8,6 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from megascale.base_optimizer import MegascaleOptimizer
-from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import UsageError
 from megascale.integrations.accelerate_prepared import PreparedOptimizer
 from megascale.utils.dtensors import is_dtensor
@@ -28,16 +27,10 @@ def check_fits(accelerator: Any, optimizer: MegascaleOptimizer) -> None:
     """Raise UsageError for one of our optimizers that would train wrongly with ``accelerator``."""
     name = type(optimizer).__name__
     check_engine(accelerator, name)
-    reducing = [part for part in optimizer.parts() if part.reduces_in_backward]
-    if accelerator._is_adopted and reducing:
+    if any(part.reduces_in_backward for part in optimizer.parts()):
         raise UsageError(
-            f"the {name} reduces gradients itself, and gathers its state from all ranks, which a loop that is not "
-            "yours, such as a Trainer's, does not support; use a MixedPrecisionOptimizer"
-        )
-    if not all(isinstance(part, DistributedOptimizer) for part in reducing):
-        raise UsageError(
-            f"the {name} has a GradSync, which accelerator.accumulate() cannot hold back: leave it out, and let "
-            "DistributedDataParallel reduce, or build a DistributedOptimizer"
+            f"the {name} reduces gradients itself, which accelerator.accumulate() cannot hold back: build a "
+            "MixedPrecisionOptimizer without grad_sync, and let DistributedDataParallel reduce, or shard by FSDP2"
         )
     check_precision(accelerator, name, (param for group in optimizer.param_groups for param in group["params"]))
     # FSDP2 has put its shards where they belong.

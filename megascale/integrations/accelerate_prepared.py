@@ -14,7 +14,7 @@ from megascale.utils import validate
 
 
 class PreparedOptimizer(SkipOnDevice):
-    """A MixedPrecisionOptimizer, DistributedOptimizer or ChainedOptimizer as :meth:`Accelerator.prepare` returns it.
+    """A MixedPrecisionOptimizer or ChainedOptimizer as :meth:`Accelerator.prepare` returns it.
 
     Accelerate's own wrapper would reload the optimizer's state dict, which doubles its memory for a moment. Instead,
     parameters must be on the accelerator's device already.

@@ -296,7 +296,7 @@ WITHOUT: dict[str, Any] = {"mixed_precision": "fp16"}
     [
         (_shared_scaler, "ChainedOptimizer"),
         (_one_norm_of_two, "belong to 2 optimizers"),
-        (_grad_sync, "GradSync"),
+        (_grad_sync, "without grad_sync"),
         (partial(_second, "scaled", "plain"), "wrap it"),
         (partial(_second, "plain", "scaled"), "wrap it"),
         (partial(_second, "none", "scaled", **WITH_SCALER), "mixed_precision='no'"),

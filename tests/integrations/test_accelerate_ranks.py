@@ -1,4 +1,4 @@
-"""Accelerate on two gloo ranks: DistributedDataParallel, a DistributedOptimizer, FSDP2, and the documented script."""
+"""Accelerate on two gloo ranks: DistributedDataParallel, FSDP2, and the documented script."""
 
 import gc
 import re
@@ -21,11 +21,10 @@ from tests.training import INNER, bits_equal, model, same_bits, wrap
 
 accelerate = pytest.importorskip("accelerate", reason="tests of the Accelerate integration need accelerate")
 
-import safetensors.torch  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # noqa: E402
 
-from megascale.integrations.accelerate import Accelerator, adopt  # noqa: E402
+from megascale.integrations.accelerate import Accelerator  # noqa: E402
 from tests.integrations.accelerate_cases import (  # noqa: E402
     SKIPS,
     Seen,
@@ -101,49 +100,18 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: RankPool) -> None:
 # DistributedOptimizer
 
 
-def _sharded(folder: str) -> tuple[Ran, bool]:
-    with as_rank():
-        accelerator, module = accelerator_of(), model()
-        scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
-        optimizer = DistributedOptimizer(INNER["adamw_fused"](module), None, scaler, modules=module)
-        prepared_model, prepared = accelerator.prepare(module, optimizer)
-        ran = _ran(accelerator, prepared_model, prepared, optimizer)
-        with pytest.raises(UsageError, match="memory that they share"):
-            accelerator.save_state(folder, safe_serialization=True)
-        accelerator.save_state(folder)
-        accelerator.save_model(prepared_model, f"{folder}/weights")
-        weights = {name: param.detach().clone() for name, param in module.named_parameters()}
-        accelerator.wait_for_everyone()
-        exported = safetensors.torch.load_file(f"{folder}/weights/model.safetensors")
-        with_accelerate(accelerator, prepared_model, prepared, steps=range(2))
-        accelerator.load_state(folder)
-        loaded = _whole(optimizer)
-        return ran, (
-            all(bits_equal(loaded[name], main) for name, main in ran.main_params.items())
-            and all(bits_equal(weight, dict(module.named_parameters())[name]) for name, weight in weights.items())
-            and all(bits_equal(weight, exported[name]) for name, weight in weights.items())
-        )
-
-
-def test_a_distributed_optimizer_reduces_by_itself(ranks: RankPool, tmp_path: Path) -> None:
-    """ZeRO-1: prepare adds no DDP, accumulate() holds the reduction back, state and weights are saved and loaded."""
-    results = ranks.run(WORLD, _sharded, str(tmp_path))
-    _check([ran for ran, _ in results], "Tiny")
-    assert all(restored for _, restored in results)
-
-
-def _sharded_in_an_adopted_loop() -> None:
+def _reduces_itself() -> None:
     with as_rank():
         module = model()
         scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 4, 1)
         optimizer = DistributedOptimizer(INNER["adamw_fused"](module), None, scaler, modules=module)
-        with pytest.raises(UsageError, match="gathers its state"):
-            adopt(accelerate.Accelerator(cpu=True)).prepare(optimizer)
+        with pytest.raises(UsageError, match="reduces gradients itself"):
+            Accelerator(cpu=True).prepare(module, optimizer)
 
 
-def test_a_distributed_optimizer_is_refused_in_an_adopted_loop(ranks: RankPool) -> None:
-    """A Trainer asks one rank alone for the optimizer's state, which would wait for the others for ever."""
-    ranks.run(WORLD, _sharded_in_an_adopted_loop)
+def test_a_distributed_optimizer_is_refused(ranks: RankPool) -> None:
+    """Prepare would wrap its model in DistributedDataParallel, which reduces a second time."""
+    ranks.run(WORLD, _reduces_itself)
 
 
 # FSDP2
