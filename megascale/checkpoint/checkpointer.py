@@ -25,7 +25,7 @@ from megascale.checkpoint.pieces import HostMemory, Place, on_host, pieces_of
 from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
-from megascale.utils import call_site, validate, wording
+from megascale.utils import call_site, validate
 from megascale.utils.collectives import group_rank, group_size, host_group, twin_group
 from megascale.utils.consensus import differing, explained
 from megascale.utils.unraised import UnraisedError
@@ -75,10 +75,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._groups = replace(given, grad_stats=self._group)
         self._background = _Background()
         self._memory = HostMemory()
-
-    def __repr__(self) -> str:
-        options = {"keep_last": self.keep_last, "async_save": self.async_save, "check_replicas": self.check_replicas}
-        return wording.call("Checkpointer", str(self.directory), **options, ranks=group_size(self._group))
 
     def save(
         self,

@@ -26,7 +26,7 @@ COMMANDS = {
     ),
     "info": (
         "megascale.cli.info:main",
-        "print versions, devices, the backends that work here and why others do not, and optional libraries",
+        "print versions, devices, and the backends that work here and why others do not",
     ),
     "estimate": (
         "megascale.cli.estimate:main",

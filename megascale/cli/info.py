@@ -6,11 +6,9 @@ import shutil
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megascale.cli import parser_of
 from megascale.config import BACKENDS
@@ -19,13 +17,6 @@ from megascale.kernels import select_backend, why_not
 from megascale.utils.program import run_program
 from megascale.version import VERSION
 
-LIBRARIES = (
-    "triton", "apex", "transformer-engine", "accelerate", "transformers", "lightning", "pytorch-lightning",
-    "megatron-core", "deepspeed", "omegaconf", "scikit-learn", "tqdm", "tensorboard", "wandb", "matplotlib",
-)  # fmt: skip
-"""Optional distributions that megascale uses or works with."""
-VARIABLES = ("MEGASCALE_", "CC", "CXX", "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
-"""Environment variables, or prefixes of their names, that change what runs."""
 LABEL = 22
 
 
@@ -51,22 +42,9 @@ def facts() -> Iterator[tuple[str, str]]:
     """Yield (label, text) in the order of printing."""
     yield "megascale", f"{VERSION}, in {Path(__file__).parents[1]}"
     yield "torch", f"{torch.__version__}, Python {platform.python_version()}, {platform.platform()}"
-    yield "collectives", ", ".join(_collectives()) or "none: torch.distributed is not available"
     for device in _devices():
         yield str(device), _describe(device)
         yield from _backends(device)
-    present, absent = _libraries()
-    yield "installed", ", ".join(present) or "none of the optional libraries"
-    yield "not installed", ", ".join(absent) or "-"
-    found = sorted(f"{name}={value}" for name, value in os.environ.items() if _matters(name))
-    yield "environment", ", ".join(found) or "nothing set that changes what runs"
-
-
-def _collectives() -> list[str]:
-    if not dist.is_available():
-        return []
-    offered = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    return [name for name, there in offered.items() if there]
 
 
 def _devices() -> list[torch.device]:
@@ -106,18 +84,3 @@ def _backends(device: torch.device) -> Iterator[tuple[str, str]]:
 
 def _one_line(message: object) -> str:
     return " ".join(str(message).split())
-
-
-def _libraries() -> tuple[list[str], list[str]]:
-    """Return optional libraries that are installed, with versions, and those that are not."""
-    present, absent = [], []
-    for name in LIBRARIES:
-        try:
-            present.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            absent.append(name)
-    return present, absent
-
-
-def _matters(name: str) -> bool:
-    return any(name.startswith(start) if start.endswith("_") else name == start for start in VARIABLES)

@@ -103,9 +103,7 @@ class Accelerator(accelerate.Accelerator):
         elif isinstance(self.scaler, GradScaler):
             if any(isinstance(other, ScaledOptimizer) for other in self._optimizers):
                 raise two_with_one_scale(optimizer)
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            remedy = "use mixed_precision='no' and a MixedPrecisionOptimizer, or keep the weights in fp32"
-            check_autocast(params, "mixed_precision='fp16'", remedy)
+            check_autocast(param for group in optimizer.param_groups for param in group["params"])
             placement = self.device_placement if device_placement is None else device_placement
             prepared = ScaledOptimizer(optimizer, self.scaler, device_placement=placement)
         else:

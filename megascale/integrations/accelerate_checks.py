@@ -90,15 +90,13 @@ def check_precision(accelerator: Any, name: str, params: Iterable[Tensor]) -> No
         )
 
 
-def check_autocast(params: Iterable[Tensor], setting: str, remedy: str) -> None:
-    """Raise UsageError for fp16 weights that are trained under fp16 autocast: nobody keeps fp32 main params of them.
-
-    ``setting``: what asked for autocast. ``remedy``: what to write instead.
-    """
+def check_autocast(params: Iterable[Tensor]) -> None:
+    """Raise UsageError for fp16 weights that are trained under fp16 autocast: nobody keeps fp32 main params of them."""
     if any(param.dtype == torch.float16 for param in params if param.requires_grad):
         raise UsageError(
-            f"{setting} means autocast over fp32 weights, and the weights that are trained are torch.float16, which "
-            f"would have no fp32 main params: {remedy}"
+            "mixed_precision='fp16' (fp16=True of TrainingArguments) means autocast over fp32 weights, and the weights "
+            "that are trained are torch.float16, which would have no fp32 main params: use mixed_precision='no' "
+            "(fp16=False) and a MixedPrecisionOptimizer, or keep the weights in fp32"
         )
 
 

@@ -17,7 +17,6 @@ from megascale.builder import build_grad_scaler
 from megascale.casting import cast_model
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.integrations.accelerate import adopt as adopt_accelerator
-from megascale.integrations.accelerate_checks import check_autocast, check_precision
 from megascale.integrations.accelerate_prepared import UnshardedOptimizer
 from megascale.integrations.named_options import NamedOptions
 from megascale.lion import Lion
@@ -105,7 +104,6 @@ class MegascaleTrainer(Base):
         super().__init__(*args, **kwargs)
         if not self.args.fp16:  # under autocast the Trainer's own optimizer is scaled by its accelerator
             _check_optimizer(self)
-        _check_precision(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator ours, wherever the Trainer makes one."""
@@ -186,7 +184,6 @@ def adopt(trainer: T, **options: Any) -> T:
     chosen = options_of(options)
     if chosen.dtype is not None and trainer.optimizer is not None:
         raise UsageError("dtype casts the weights of an optimizer that exists: cast the model before you build that")
-    _check_precision(trainer, chosen.dtype)
     _adopt_accelerator(trainer, chosen)
     if chosen.dtype is not None:
         _cast(trainer.model, chosen.dtype)
@@ -218,20 +215,6 @@ def _check_optimizer(trainer: Any) -> None:
             f"the trainer has a {type(trainer.optimizer).__name__} already: leave optimizers= out, so that one is made "
             "from the arguments, or pass a megascale.MixedPrecisionOptimizer"
         )
-
-
-def _check_precision(trainer: Any, dtype: torch.dtype | None = None) -> None:
-    """Raise UsageError for autocast to another format than that of the weights: before training, not in it.
-
-    ``dtype``: what the weights are cast to next; None: they stay.
-    """
-    if isinstance(trainer.model, nn.Module):
-        params = (
-            list(trainer.model.parameters()) if dtype is None else [torch.empty(0, dtype=dtype, requires_grad=True)]
-        )
-        check_precision(trainer.accelerator, type(trainer.model).__name__, params)
-        if trainer.args.fp16:
-            check_autocast(params, "fp16=True of TrainingArguments", "set fp16=False")
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:

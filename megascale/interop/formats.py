@@ -16,7 +16,7 @@ from megascale.interop import (
     trainer,
 )
 from megascale.interop.named_state import FoundState, Names
-from megascale.interop.scaler_state import FoundScaler, constant
+from megascale.interop.scaler_state import FoundScaler
 from megascale.interop.source import Source
 from megascale.state.schema import KEYS
 from megascale.utils import validate
@@ -44,18 +44,6 @@ FORMATS = {
 }
 
 
-def _empty_scaler(source: Source) -> FoundScaler:
-    note = "nothing is in it: a constant scaler of Megatron-Core's, or a disabled one of torch's; no scale is recorded"
-    return constant("an empty state", None, not_mapped=(note,))
-
-
-def _no_state(source: Source, names: Names | None) -> None:
-    return None
-
-
-_EMPTY = Format(lambda source: source.content == {}, _empty_scaler, _no_state)
-
-
 def format_of(source: Source, name: str = AUTO) -> Format:
     """Return the format of that name, or the one that recognises ``source``.
 
@@ -68,8 +56,6 @@ def format_of(source: Source, name: str = AUTO) -> Format:
         raise InteropError(f"{source.where} is megascale's own; load it with load_state_dict()")
     if source.files(MANIFEST_NAME, f"*/{MANIFEST_NAME}"):
         raise InteropError(f"{source.where} is megascale's own; load it with megascale.checkpoint.load()")
-    if source.folder is None and _EMPTY.recognises(source):
-        return _EMPTY
     if name != AUTO:
         return FORMATS[name]
     for candidate in FORMATS.values():

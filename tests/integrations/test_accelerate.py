@@ -301,7 +301,7 @@ WITHOUT: dict[str, Any] = {"mixed_precision": "fp16"}
         (partial(_second, "plain", "scaled"), "wrap it"),
         (partial(_second, "none", "scaled", **WITH_SCALER), "mixed_precision='no'"),
         (partial(_second, "plain", "plain", **WITH_SCALER), "second optimizer of one grad_scaler"),
-        (partial(_second, "none", "half", **WITH_SCALER), "mixed_precision='fp16' means autocast over"),
+        (partial(_second, "none", "half", **WITH_SCALER), "means autocast over fp32 weights"),
         (partial(_second, "none", "scaled", **WITHOUT), "use mixed_precision='no'"),
         (partial(_second, "none", "scaled fp32", **WITHOUT), "use mixed_precision='no'"),
         (partial(_other_half, "bf16", HALF), "parameters of the .* are torch.float16: use mixed_precision='no'"),
