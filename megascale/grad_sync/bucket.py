@@ -17,7 +17,7 @@ from megascale.grad_sync.reduction import BucketReduction, Divisor
 from megascale.parallel import GradGroup
 from megascale.utils.collectives import group_rank
 from megascale.utils.host_memory import host_copies, storage_bytes
-from megascale.utils.streams import WriteOrder, current_stream
+from megascale.utils.streams import WriteOrder
 
 GATHER_BIT = 1 << 30
 """Set in the tags of the messages that gather a bucket's model params, not in those of its reduction."""
@@ -122,7 +122,7 @@ class SyncedBucket:
         Parameters that had no gradient take part with zeros.
         """
         if self.side is not None:  # behind the step before, where no stream has written since
-            self.side.wait_stream(current_stream(self.memory.flat.device))
+            self.side.wait_stream(torch.accelerator.current_stream(self.memory.flat.device))
         with self.side or nullcontext():
             self.memory.order.join()
             for name in self.fresh:

@@ -33,7 +33,7 @@ from megascale.utils.collectives import (
     is_message_passing,
     reduce_scatter_start,
 )
-from megascale.utils.streams import WriteOrder, current_stream, keep
+from megascale.utils.streams import WriteOrder
 
 CHUNK = 1 << 18
 """Elements that are summed and divided while they are in cache."""
@@ -204,7 +204,7 @@ class CollectiveReduction(BucketReduction):
         if self._payload is not self.flat:
             self.kept.copy_(self._payload[self.own])
             if self._order.is_needed:  # it may be the memory of another stream
-                keep(self._payload, current_stream(self._payload.device))
+                self._payload.record_stream(torch.accelerator.current_stream(self._payload.device))
         divide_(self.kept, 1 if self._averages else self._divisor / self._pre_divisor)
         self._work = self._payload = None
         if self.cuts:

@@ -22,7 +22,6 @@ from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.utils.calls import outside_of_graphs
 from megascale.utils.collectives import is_alone_in_world
 from megascale.utils.dtensors import held, is_dtensor
-from megascale.utils.streams import current_stream, keep
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """An integer type, by the bytes of an element."""
@@ -76,7 +75,7 @@ class GradCopies:
         self._slots = WeakKeyDictionary({buffers: at for at, buffers in enumerate(self._slots)})  # some may be gone
         self._copied.clear()
         self._sums = torch.zeros(len(self._slots), dtype=torch.int64, device=self._device)
-        keep(self._sums, self._stream)  # this object may be dropped meanwhile
+        self._sums.record_stream(self._stream)  # this object may be dropped meanwhile
 
     @torch.no_grad()
     def take(self, buffers: HostBuffers, model: nn.Parameter) -> None:
@@ -97,7 +96,7 @@ class GradCopies:
         memory = buffers.memory_for(local)
         if memory is None or not local.numel() or self._arrivals.is_updating(model):
             return
-        self._stream.wait_stream(current_stream(self._device))
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             # First the sum: a write between the two is then seen.
             torch.sum(_bits(local), tuple(range(local.dim())), dtype=torch.int64, out=self._sums[self._slots[buffers]])
@@ -116,7 +115,7 @@ class GradCopies:
         self._usual_passes, self._passes = self._passes, WeakKeyDictionary()
         copied, self._copied = self._copied, {}
         if not self._are_awaited:  # also of copies that do not count: the step writes into the same memory
-            current_stream(self._device).wait_stream(self._stream)
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
             self._are_awaited = True
         if not copied:
             return frozenset(), torch.zeros((), device=self._device)

@@ -15,7 +15,7 @@ from megascale.grad_sync.message_thread import MessageThread
 from megascale.main_params.gather_hooks import GatherHooks, params_read_by
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.write_tracker import WriteWatch
-from megascale.utils.streams import Arrival, current_stream, has_streams, keep
+from megascale.utils.streams import Arrival, has_streams
 
 
 class _Sent(NamedTuple):
@@ -160,14 +160,14 @@ def _send(params: Sequence[MainParam], stream: torch.Stream | None) -> None:
                 # .data: a write of our own, which no version counts.
                 param.part.data.copy_(param.on_host.weights, non_blocking=stream is not None)
                 if stream is not None:
-                    keep(param.part, stream)  # the model may be dropped meanwhile
+                    param.part.record_stream(stream)  # the model may be dropped meanwhile
 
 
 def _wait(thread: MessageThread, done: "Future[None]", sent: torch.Event | None, device: torch.device) -> None:
     """Wait until the thread has sent weights, and let the current stream wait until they are there."""
     thread.result(done)
     if sent is not None:
-        current_stream(device).wait_event(sent)
+        torch.accelerator.current_stream(device).wait_event(sent)
 
 
 def _wait_for_all(sent: "dict[int, _Sent]", written_too_early: list[str]) -> None:

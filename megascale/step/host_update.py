@@ -26,7 +26,7 @@ from megascale.rules import Rule
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.update import MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils import call_site
-from megascale.utils.streams import current_stream, has_streams
+from megascale.utils.streams import has_streams
 from megascale.utils.unraised import UnraisedError
 
 
@@ -212,7 +212,7 @@ class HostUpdate(KernelUpdate):
             copies.append(None if grad is None else buffers.grad)
             if grad is not None and buffers.grad is not None and buffers not in travelled:
                 buffers.grad.copy_(grad, non_blocking=has_stream)
-        arrived = current_stream(self._device).record_event() if has_stream else None
+        arrived = torch.accelerator.current_stream(self._device).record_event() if has_stream else None
         found_inf, coefficient, are_written = self._numbers
         decision = Decision(found_inf, coefficient, coefficient, coefficient)
         # Not self: see _Findings.

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from megascale.errors import UsageError
-from megascale.utils.streams import current_stream, has_streams
+from megascale.utils.streams import has_streams
 
 SLAB = 1 << 26
 """Bytes that are allocated at once for small storages. A power of two: torch's pinned allocator rounds up to one."""
@@ -72,7 +72,7 @@ def host_copies(sources: Sequence[Tensor], *, pin: bool) -> list[Tensor]:
         copy.copy_(source, non_blocking=copy.is_pinned() if source.device.type != "cpu" else False)
     for device in {source.device for source in sources}:
         if has_streams(device):
-            current_stream(device).synchronize()
+            torch.accelerator.current_stream(device).synchronize()
     return copies
 
 

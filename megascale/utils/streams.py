@@ -15,16 +15,6 @@ def has_streams(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
-def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream that gets new work on ``device``."""
-    return torch.accelerator.current_stream(device)
-
-
-def keep(tensor: Tensor, stream: torch.Stream) -> None:
-    """Let the allocator reuse the memory of ``tensor``, once freed, only after work queued on ``stream`` by then."""
-    tensor.record_stream(stream)
-
-
 class WriteOrder:
     """Orders the streams that write parts of one tensor, and the stream that then reads all of it.
 
@@ -46,19 +36,19 @@ class WriteOrder:
         """Let the current stream wait for the stream that wrote ``part`` last; it writes next."""
         if not self.is_needed:
             return
-        stream = current_stream(self._device)
+        stream = torch.accelerator.current_stream(self._device)
         before = self._writers.get(part)
         if before is not None and before != stream:
             stream.wait_stream(before)
         self._writers[part] = stream
         if stream not in self._kept_for:
-            keep(self._tensor, stream)
+            self._tensor.record_stream(stream)
             self._kept_for.add(stream)
 
     def join(self) -> None:
         """Let the current stream wait for all writers, and forget them."""
         if self._writers:
-            stream = current_stream(self._device)
+            stream = torch.accelerator.current_stream(self._device)
             for writer in set(self._writers.values()):
                 if writer != stream:
                     stream.wait_stream(writer)
@@ -85,7 +75,7 @@ class Arrival:
         if not self._has_streams:
             self._wait()
             return True
-        stream = current_stream(self._device)
+        stream = torch.accelerator.current_stream(self._device)
         if self._event is None:
             self._wait()
             self._event = stream.record_event()

@@ -17,7 +17,7 @@ from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerCo
 from megascale.grad_sync import GradSync
 from megascale.grad_sync.sharded_sync import ShardedGradSync
 from megascale.utils import streams
-from megascale.utils.streams import Arrival, WriteOrder, current_stream
+from megascale.utils.streams import Arrival, WriteOrder
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.orders import RUNS
 from tests.fake_device.process import OnDevice
@@ -86,12 +86,12 @@ def _live(options: dict[str, Any], by_layer: bool) -> list[float]:
 
 
 def _waits_for_nobody(order: WriteOrder, part: str = "") -> None:
-    order._writers[part] = current_stream(order._device)
+    order._writers[part] = torch.accelerator.current_stream(order._device)
 
 
 def _waits_once(arrival: Arrival) -> bool:
     if arrival._event is None:
-        arrival._event = (arrival._wait(), current_stream(arrival._device).record_event())[1]
+        arrival._event = (arrival._wait(), torch.accelerator.current_stream(arrival._device).record_event())[1]
     return False
 
 
