@@ -172,7 +172,8 @@ class OptimizerConfig(StepConfig):
             forward needs first, stay on the device. A checkpoint loads into a run with any other. The page *Memory*
             chooses it from two timed runs. Default: 1.0.
         overlap_cpu_optimizer_d2h_h2d: With ``optimizer_cpu_offload``, ``step()`` returns at once, and every
-            module waits for its own weights in forward. False: ``step()`` waits for the update. Default: False.
+            module waits for its own weights in forward. False, and of a DistributedOptimizer, ``step()`` waits for
+            the update. Default: False.
         pin_cpu_grads: With ``optimizer_cpu_offload``, copy gradients into pinned host memory. False: pageable,
             which is slower. Default: True.
         pin_cpu_params: With ``optimizer_cpu_offload``, copy 16-bit weights from pinned host memory. False:

@@ -213,7 +213,8 @@ class MainParams:
     def live_in_host_memory(self, config: StepConfig, device: torch.device) -> None:
         """Make main params that are copies in host memory, if ``config`` says so. ``device``: of the model params."""
         if config.optimizer_cpu_offload:
-            self.arrivals, self.pins_params = WeightArrivals(device, self.written_too_early), config.pin_cpu_params
+            self.arrivals = WeightArrivals(device, self.written_too_early, are_gathered=self.is_sharded)
+            self.pins_params = config.pin_cpu_params
             self.offload_fraction = config.optimizer_offload_fraction
 
     def host_buffers(

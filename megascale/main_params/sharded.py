@@ -6,7 +6,6 @@ reduced gradients, writes them into flat buckets that the model's parameters are
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from megascale.config import StepConfig
 from megascale.errors import StateDictError
 from megascale.grad_sync.construction import Construction, param_forms
 from megascale.grad_sync.grad_hook import check_syncable
@@ -27,7 +25,6 @@ from megascale.main_params.main_param import MainParam, main_memory, main_param_
 from megascale.main_params.replica_check import broadcast_parameters, digests, exchanges, require_same_values
 from megascale.main_params.shard import ParamShard
 from megascale.main_params.update_unit import UpdateUnit
-from megascale.main_params.weight_arrivals import WeightArrivals
 from megascale.parallel import ParallelGroups, is_expert
 from megascale.utils.collectives import all_reduce_sum_, gather_or_raise, meet
 from megascale.utils.consensus import explained
@@ -65,7 +62,6 @@ class ShardedMainParams(MainParams):
         self.written_too_early = gather.written_too_early
         self._broadcast = broadcast
         self._place = {name: index for index, (name, _) in enumerate(named)}
-        self._gathers_behind = False
 
     @override
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
@@ -184,18 +180,7 @@ class ShardedMainParams(MainParams):
     def mark_written(self, unit: UpdateUnit) -> None:
         """See :class:`MainParams`. Starts the gather of the bucket that the unit is in."""
         super().mark_written(unit)
-        behind = None
-        if self.arrivals is not None and self._gathers_behind:
-            behind = self.arrivals.wait_of(chain(unit.params, unit.counted))
-        self._gather.bucket_of((unit.params or unit.elsewhere)[0].model).start(behind)
-
-    @override
-    def live_in_host_memory(self, config: StepConfig, device: torch.device) -> None:
-        """See :class:`MainParams`. With overlap each bucket is gathered once its shard is there, in forward too."""
-        super().live_in_host_memory(config, device)
-        if config.overlap_cpu_optimizer_d2h_h2d:
-            self.arrivals = WeightArrivals(device, self.written_too_early, are_gathered=True)
-            self._gather.overlap = self._gathers_behind = True
+        self._gather.bucket_of((unit.params or unit.elsewhere)[0].model).start()
 
     @override
     def wait(self) -> None:

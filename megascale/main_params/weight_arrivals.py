@@ -23,13 +23,11 @@ class _Sent(NamedTuple):
 
     Attributes:
         done: ends when the thread has updated and queued the copies.
-        wait: lets the calling thread's current stream wait for the copies.
-        arrival: does so once for each stream.
+        arrival: lets each stream wait for the copies, once.
         watch: of the params, while nobody has waited.
     """
 
     done: "Future[None]"
-    wait: Callable[[], None]
     arrival: Arrival
     watch: list[WriteWatch]
 
@@ -50,7 +48,7 @@ class WeightArrivals:
     Args:
         device: of the model params.
         written_too_early: gets the names of params that were written while their weights were on their way.
-        are_gathered: shards travel, which are gathered then: modules wait for their gather, and need no other hooks.
+        are_gathered: shards travel, and the step waits for them, to gather them: modules need no hooks.
     """
 
     def __init__(self, device: torch.device, written_too_early: list[str], *, are_gathered: bool = False) -> None:
@@ -92,18 +90,12 @@ class WeightArrivals:
             self._finder = handle = register_module_forward_pre_hook(find)
 
     def unawaited(self, params: Sequence[MainParam]) -> bool:
-        """Whether there is one among ``params`` that no module waits for."""
-        if self._are_gathered:
-            return False
-        return self._hooks.are_compiled or any(id(param.model) not in self._awaited for param in params)
-
-    def wait_of(self, params: Iterable[MainParam]) -> Callable[[], None] | None:
-        """Return what lets the calling thread's current stream wait for the weights of ``params``, of one unit.
-
-        Any thread may call it, once. None if they have arrived.
-        """
-        sent = next(filter(None, (self._sent.get(id(param.model)) for param in params)), None)  # some have no gradient
-        return None if sent is None else sent.wait
+        """Whether the step waits for ``params``: there may be one that no module waits for."""
+        return (
+            self._are_gathered
+            or self._hooks.are_compiled
+            or any(id(param.model) not in self._awaited for param in params)
+        )
 
     def start(self, params: Sequence[MainParam], update: Callable[[], bool]) -> None:
         """Run ``update`` in the thread, after those before it. Where it returns True, send the weights."""
@@ -118,8 +110,8 @@ class WeightArrivals:
 
         done = self._thread.submit(task)
         wait = partial(_wait, self._thread, done, event, self.device)
-        watch = [] if self._are_gathered else [WriteWatch({param.name: param.model for param in params})]
-        sent = _Sent(done, wait, Arrival(wait, self.device), watch)
+        watch = WriteWatch({param.name: param.model for param in params})
+        sent = _Sent(done, Arrival(wait, self.device), [watch])
         self._sent.update((id(param.model), sent) for param in params)
 
     def wait(self) -> None:

@@ -168,14 +168,11 @@ class HostUpdate(KernelUpdate):
         # All updates are started before the first one is awaited: the thread works while the next gradients travel.
         for pending in there:
             self._arrivals.start(list(pending.trained()), self._task(pending, travelled))
-            if self._overlaps:  # starts the gather of a sharded unit, behind the arrival of its weights
-                mark_written(pending.unit)
         for pending in there:
             trained = list(pending.trained())
             if not self._overlaps or self._arrivals.unawaited(trained):
                 self._arrivals.wait_for(param.model for param in trained)
-            if not self._overlaps:
-                mark_written(pending.unit)
+            mark_written(pending.unit)  # which gathers a shard, behind the arrival of its weights
         if not self._overlaps:
             late = self._taken_flags()
         return [*rounded, *late]
