@@ -15,7 +15,7 @@ ours goes into every parameter's state, next to the moments, as they carry that 
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -30,7 +30,7 @@ from megascale.state.schema import EXTRA_STATE, SHARED_STATE
 from megascale.step.compact_state import is_code
 from megascale.step.result import COUNT_KEYS
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.nests import are_equal, tensors_in
+from megascale.utils.nests import are_equal
 from megascale.utils.param_names import renames
 
 TORCH_KEYS = ("state", "param_groups")
@@ -46,99 +46,39 @@ SHARED = {
 """What belongs to the optimizer, by its keys in our layout: the names of the copies that every parameter has here."""
 ADDED = (MAIN_PARAM, NUM_STATES, *SHARED["grad_scaler"].values(), *SHARED["step_counts"].values())
 SHARD_START = "shard_start"
-_COPIES = frozenset(ADDED) - {MAIN_PARAM}
-"""Torch's layout alone has these, ours their origins. Any other tensor is in both, and so is a write into it."""
 TAKEN = frozenset((*ADDED, SHARD_START))
 
 
 class StateDict(dict[str, Any]):
-    """Our state dict, which also returns ``["state"]`` and ``["param_groups"]`` in torch's layout.
+    """Our state dict, which becomes torch's layout when it is asked for ``["state"]`` or ``["param_groups"]``.
 
-    Both count as contained, but are not among its keys: it iterates and prints as our layout. Torch's layout is made
-    when it is first asked for, with the same tensors. Torch's functions write to it, and programs set a rate there:
-    once it is written to, or one of the two is taken out by :meth:`pop`, torch's layout takes the place of ours, so
-    that what was written is saved, copied and loaded. It carries all that ours does.
+    Both count as contained, but are not among its keys before: it iterates and prints as our layout. Asked for one of
+    them, it has these two alone, with the same tensors: torch's functions write to them, programs set a rate there, or
+    take one out by :meth:`pop`. So there is one layout at a time, which is saved, copied and loaded as it is. Torch's
+    carries all that ours does.
 
-    Copied or pickled it is a plain ordered dict of our layout, in which ``state`` and ``param_groups`` are
+    Copied or pickled ours is a plain ordered dict, in which ``state`` and ``param_groups`` are
     ``["optimizer"]["state"]`` and ``["optimizer"]["param_groups"]`` themselves: what is written to one is the other's,
     and a torch optimizer loads the dict. Without ``state`` where moments are 8-bit codes, which torch cannot read.
     """
 
-    _torch_layout: dict[str, Any] | None = None
-    _as_made: Any = None
-    """Both layouts as torch's was made, by :func:`_noted`, and the tensors of both."""
-
     def __missing__(self, key: str) -> Any:
-        if key not in TORCH_KEYS or not dict.__contains__(self, "optimizer"):
+        if key not in TORCH_KEYS or "optimizer" not in self:
             raise KeyError(key)
-        if self._torch_layout is None:
-            torchs = self._torch_layout = to_torch_layout(self)
-            ours = dict(dict.items(self))
-            # With the tensors: no other has their ids then.
-            self._as_made = _noted(torchs, _COPIES), _noted_ours(ours), list(tensors_in([torchs, ours]))
-        return self._torch_layout[key]
-
-    # Whatever reads or writes this dict comes through one of these six.
-
-    def __getitem__(self, key: str) -> Any:
-        self._take_edits()
-        return dict.__getitem__(self, key)
+        layout = to_torch_layout(self)
+        self.clear()
+        self.update(layout)
+        return self[key]
 
     def __contains__(self, key: object) -> bool:
-        self._take_edits()
-        return dict.__contains__(self, key) or (key in TORCH_KEYS and dict.__contains__(self, "optimizer"))
+        return super().__contains__(key) or (key in TORCH_KEYS and super().__contains__("optimizer"))
 
-    def __iter__(self) -> Iterator[str]:
-        self._take_edits()
-        return dict.__iter__(self)
-
-    def __len__(self) -> int:
-        self._take_edits()
-        return dict.__len__(self)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._make_room(key)
-        dict.__setitem__(self, key, value)
-
-    def __delitem__(self, key: str) -> None:
-        self._make_room(key)
-        dict.__delitem__(self, key)
-
-    # Not dict's own, which go straight to its memory.
-    keys, items, values, get = Mapping.keys, Mapping.items, Mapping.values, Mapping.get  # type: ignore[assignment]
-    setdefault, update = MutableMapping.setdefault, MutableMapping.update
+    get = Mapping.get  # type: ignore[assignment]  # dict's own does not ask __missing__()
 
     def pop(self, key: str, *default: Any) -> Any:
-        """Take an entry out. If it is one of torch's two, the other one takes the place of our layout."""
-        if default and key not in self:
-            return default[0]
-        value = self[key]
-        del self[key]
-        return value
-
-    def _make_room(self, key: str) -> None:
-        """Put torch's layout in the place of ours if ``key``, which is written, is one of its two."""
-        if key in TORCH_KEYS and key in self and not dict.__contains__(self, key):
-            self._put_torch_layout({name: self[name] for name in TORCH_KEYS})
-
-    def _take_edits(self) -> None:
-        """Put torch's layout in the place of ours if it was written to. Raises StateDictError if both were."""
-        if self._torch_layout is None:
-            return
-        torchs, ours, _ = self._as_made
-        if _noted(self._torch_layout, _COPIES) == torchs:
-            return
-        if _noted_ours(dict(dict.items(self))) != ours:
-            raise StateDictError(
-                "state dict was written to in two layouts, below 'optimizer' or 'main_params' and below 'state' or "
-                "'param_groups': write to one of them, in a new state_dict()"
-            )
-        self._put_torch_layout(self._torch_layout)
-
-    def _put_torch_layout(self, layout: dict[str, Any]) -> None:
-        self._torch_layout = None
-        dict.clear(self)
-        dict.update(self, layout)
+        """Take an entry out. If it is one of torch's two, the other one stays."""
+        self.get(key)
+        return super().pop(key, *default)
 
     def copy(self) -> dict[str, Any]:
         """Return a shallow copy, as :func:`torch.load` returns it: torch's optimizers copy what they load."""
@@ -150,9 +90,6 @@ class StateDict(dict[str, Any]):
         keys = [key for key in TORCH_KEYS if key in own and key != hidden]
         return OrderedDict([*plain.items(), *((key, own[key]) for key in keys)])
 
-    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        return dict(self) | dict(other)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter(self.copy().items())
 
@@ -161,31 +98,16 @@ class StateDict(dict[str, Any]):
 
 
 def require_one_layout(state_dict: Any) -> None:
-    """Raise StateDictError if a state dict that was pickled has another ``state`` or ``param_groups`` than ours."""
-    if isinstance(state_dict, StateDict) or not isinstance(state_dict, Mapping):
-        return
-    own = state_dict.get("optimizer")
-    for key in TORCH_KEYS:
-        if isinstance(own, Mapping) and key in state_dict and not are_equal(state_dict[key], own.get(key)):
+    """Raise StateDictError if a state dict of ours has another ``state`` or ``param_groups`` beside than inside."""
+    own = state_dict.get("optimizer") if isinstance(state_dict, Mapping) else None
+    for key in set(TORCH_KEYS).intersection(state_dict) if isinstance(own, Mapping) else ():
+        if not are_equal(state_dict[key], own.get(key)):
             raise StateDictError(
                 f"state dict's {key!r} is another one than its ['optimizer'][{key!r}], which is loaded: write to that "
                 f"one, or leave {key!r} out"
             )
 
 
-def _noted(value: Any, counted: Collection[object], name: object = None) -> Any:
-    """Return what is equal as long as a nest has the same tensors and equal values.
-
-    ``counted``: names of tensors of which torch's count of writes is noted, too.
-    """
-    if isinstance(value, Tensor):
-        return id(value), value._version if name in counted and not value.is_inference() else None
-    if isinstance(value, Mapping):
-        return {key: _noted(item, counted, key) for key, item in value.items()}
-    return [_noted(item, counted) for item in value] if isinstance(value, (list, tuple)) else (type(value), value)
-
-
-@torch.inference_mode(mode=False)  # writes into the copies are counted
 def to_torch_layout(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return our layout as torch's, keyed by position. New dicts and lists, the same tensors.
 
@@ -228,10 +150,6 @@ def _zero_dim(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.reshape(()).cpu()
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64, device="cpu")
-
-
-def _noted_ours(own: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _noted(value, SHARED.get(name, ())) for name, value in own.items()}
 
 
 def require_free_names(name: str, entries: Mapping[str, Any]) -> None:

@@ -34,20 +34,18 @@ def _trained(inner: str = "adamw_fused", dtype: torch.dtype = torch.float16) -> 
 
 
 def test_our_layout_is_what_it_was() -> None:
-    """Torch's two keys answer but do not show in iteration. In a file they are those of our layout, under its names.
-
-    Taken out, one leaves the other.
+    """Torch's two keys count as contained but do not show in iteration. In a file they are those of our layout, under
+    its names. Taken out, one leaves the other.
     """
     _, optimizer = _trained()
     state = optimizer.state_dict()
-    assert list(state["state"]) == list(range(7))
     assert list(state) == KEYS
     assert "state" in state
     assert "other" not in state
-    assert state.get("param_groups") is state["param_groups"]
     with pytest.raises(KeyError, match="'other'"):
         state["other"]
     taken = copy.deepcopy(state)
+    assert taken.get("param_groups") is taken["param_groups"]
     [group] = taken.pop("param_groups")
     assert group["params"] == list(range(7))
     assert list(taken) == ["state"]
@@ -55,9 +53,7 @@ def test_our_layout_is_what_it_was() -> None:
     assert taken.pop("param_groups", None) is None
     with pytest.raises(KeyError, match="optimizer"):
         taken.pop("optimizer")
-    copied = copy.deepcopy(state)
-    assert list(copied) == KEYS
-    assert copied["param_groups"][0]["params"] == list(range(7))
+    assert list(copy.deepcopy(state)) == KEYS
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -75,10 +71,11 @@ def test_torch_layout() -> None:
     """What torch's functions see: positions, our main params and the scaler beside the moments, options by group."""
     module, optimizer = _trained()
     state = optimizer.state_dict()
+    ours = dict(state)
     entries = state["state"][0]
     assert set(entries) == {"step", "exp_avg", "exp_avg_sq", *ADDED}
-    assert entries["main_param"] is state["main_params"]["first.weight"]
-    assert entries["exp_avg"] is state["optimizer"]["state"]["first.weight"]["exp_avg"]
+    assert entries["main_param"] is ours["main_params"]["first.weight"]
+    assert entries["exp_avg"] is ours["optimizer"]["state"]["first.weight"]["exp_avg"]
     assert entries["num_states"].item() == 3
     assert entries["grad_scaler_scale"].item() == optimizer.get_loss_scale().item() == 2.0**9
     assert [entries[f"grad_scaler_{key}"].item() for key in ("growth_tracker", "hysteresis_tracker")] == [1, 0]
