@@ -33,17 +33,11 @@ K = TypeVar("K")
 
 
 class _View(MutableMapping[K, Any]):
-    """What ``dict`` has and ``MutableMapping`` lacks. Pickled, deep-copied and joined it is a plain dict."""
+    """What ``dict`` has and ``MutableMapping`` lacks. Pickled and deep-copied it is a plain dict."""
 
     def copy(self) -> dict[K, Any]:
         """Return a dict of the live values."""
         return dict(self)
-
-    def __or__(self, other: Mapping[Any, Any]) -> dict[Any, Any]:
-        return dict(self) | dict(other)
-
-    def __ror__(self, other: Mapping[Any, Any]) -> dict[Any, Any]:
-        return dict(other) | dict(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter(self.items())
@@ -63,7 +57,6 @@ class ParamEntries(_View[str]):
     def __init__(self, source: LiveState, param: Tensor) -> None:
         self._source = source
         self._param = param
-        self._added_names = added_names(source)
 
     @property
     def _own(self) -> MutableMapping[str, Any]:
@@ -75,19 +68,19 @@ class ParamEntries(_View[str]):
         own = self._own
         if not layout.TAKEN.isdisjoint(own):
             layout.require_free_names(self._name(), own)
-        return iter((*own, *self._added_names))
+        return iter((*own, *layout.ADDED))
 
     def __len__(self) -> int:
-        return len(self._own) + len(self._added_names)
+        return len(self._own) + len(layout.ADDED)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._added_names or name in self._own
+        return name in layout.TAKEN or name in self._own
 
     def __getitem__(self, name: str) -> Any:
-        return self._added(name) if name in self._added_names else self._own[name]
+        return self._added(name) if name in layout.TAKEN else self._own[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._added_names:
+        if name in layout.TAKEN:
             if not _are_equal(self._added(name), value):
                 raise UsageError(
                     f"optimizer.state of {self._name()!r} was assigned another {name!r} than it has: that entry shows "
@@ -99,7 +92,7 @@ class ParamEntries(_View[str]):
             self._source.state[self._param] = own
 
     def __delitem__(self, name: str) -> None:
-        if name in self._added_names:
+        if name in layout.TAKEN:
             raise UsageError(
                 f"optimizer.state of {self._name()!r} always has {name!r}, which cannot be deleted: it shows what the "
                 "optimizer holds elsewhere"
@@ -133,8 +126,6 @@ class ParamEntries(_View[str]):
         main = source.main_params.get(self._param)
         if name == layout.NUM_STATES:
             return torch.tensor(len(self._own), device="cpu")
-        if name == layout.SHARD_START:
-            return None if main is None else torch.tensor(main.start, device="cpu")
         if name == layout.MAIN_PARAM:
             if main is None or not main.is_copy:
                 return None
@@ -192,7 +183,7 @@ class StateView(_View[Any]):
                 raise UsageError("state of several optimizers takes no new keys: write it into one of .optimizers")
             [source] = self._sources
         if isinstance(key, Tensor) and isinstance(value, Mapping):
-            added = {name: value[name] for name in added_names(source) if name in value}
+            added = {name: value[name] for name in layout.ADDED if name in value}
             for name, entry in added.items():
                 if name != layout.NUM_STATES:  # which follows from what is assigned
                     ParamEntries(source, key)[name] = entry
@@ -223,13 +214,8 @@ class StateView(_View[Any]):
         """Return what the wrapped optimizer, there is one, holds where ``value`` is assigned to ``optimizer.state``."""
         if isinstance(value, StateView):
             return value._sources[0].state
-        [source] = self._sources
-        if not any(
-            isinstance(entries, Mapping) and set(entries) & set(added_names(source)) for entries in value.values()
-        ):
-            return value
         own: defaultdict[Any, Any] = defaultdict(dict)
-        taken = StateView([replace(source, state=own)])
+        taken = StateView([replace(self._sources[0], state=own)])
         for key, entries in value.items():
             taken[key] = entries
         return own
@@ -242,11 +228,6 @@ class StateView(_View[Any]):
             if key in source.state or any(key is param for param in listed):
                 return source
         return None
-
-
-def added_names(source: LiveState) -> tuple[str, ...]:
-    """Return the names of the entries that are added to every parameter's."""
-    return (*layout.ADDED, *((layout.SHARD_START,) if source.main_params.is_sharded else ()))
 
 
 def _are_equal(one: Tensor | None, other: Any) -> bool:

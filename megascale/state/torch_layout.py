@@ -10,8 +10,6 @@ ours goes into every parameter's state, next to the moments, as they carry that 
 - ``num_states``: 0-d int64, how many entries the wrapped optimizer has for the parameter. Some of those functions drop
   entries that the live optimizer lacks; this number reveals it.
 - ``step_counts_landed``, ``step_counts_skipped``: 0-d int64.
-- ``shard_start``: 0-d int64, in copies of ``optimizer.state`` only (:mod:`megascale.state.state_view`), where ranks
-  hold shards: where this rank's pieces begin in the flattened parameter. State dicts hold whole tensors, and lack it.
 """
 
 from collections import OrderedDict
@@ -24,8 +22,6 @@ import torch
 from torch import Tensor
 
 from megascale.errors import StateDictError, listed
-from megascale.kernels.compact_moments import GROUP, is_scale
-from megascale.main_params.shard import ParamShard
 from megascale.state.schema import EXTRA_STATE, SHARED_STATE
 from megascale.step.compact_state import is_code
 from megascale.step.result import COUNT_KEYS
@@ -45,8 +41,7 @@ SHARED = {
 }
 """What belongs to the optimizer, by its keys in our layout: the names of the copies that every parameter has here."""
 ADDED = (MAIN_PARAM, NUM_STATES, *SHARED["grad_scaler"].values(), *SHARED["step_counts"].values())
-SHARD_START = "shard_start"
-TAKEN = frozenset((*ADDED, SHARD_START))
+TAKEN = frozenset(ADDED)
 
 
 class StateDict(dict[str, Any]):
@@ -187,7 +182,7 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         if key in shared:
             continue
         name = names[key]
-        there = _as_shards(name, _present(entries), states[name], mains.get(name))
+        there = _present(entries)
         states[name] = {what: value for what, value in there.items() if what not in TAKEN}
         expected = there.get(NUM_STATES)  # None: not known
         if expected is not None and len(states[name]) != int(expected):
@@ -236,36 +231,6 @@ def _present(entries: Mapping[str, Any]) -> dict[str, Any]:
         for what, value in entries.items()
         if not (isinstance(value, Mapping) and not value) and not (value is None and what in TAKEN)
     }
-
-
-def _as_shards(name: str, entries: dict[str, Any], live: Mapping[str, Any], main: Any) -> dict[str, Any]:
-    """Return the entries of a copy of ``optimizer.state`` with ParamShards for this rank's pieces of sharded tensors.
-
-    Args:
-        live, main: the parameter's state and main param in our layout, with ParamShards where ranks hold pieces.
-
-    Raises StateDictError for pieces of another layout: they are not all there.
-    """
-    if SHARD_START not in entries:
-        return entries
-    own = [value for what, value in entries.items() if what not in TAKEN]
-    if not live and any(isinstance(value, Tensor) and not value.numel() for value in own):
-        # Another rank owns the parameter, and has its state: here are empty tensors.
-        entries = {what: value for what, value in entries.items() if what in TAKEN and what != NUM_STATES}
-    start, taken = int(entries[SHARD_START]), dict(entries)
-    for what, mine in {**live, MAIN_PARAM: main}.items():
-        piece = entries.get(what)
-        if not isinstance(mine, ParamShard) or not isinstance(piece, Tensor):
-            continue
-        begin = start // GROUP if is_scale(what) else start
-        if piece.numel() != mine.piece.numel() or (begin != mine.start and piece.numel()):
-            raise StateDictError(
-                f"{what} of {name!r} is a copy of {piece.numel()} elements from {begin} on, as optimizer.state holds "
-                f"them on one rank; this rank has {mine.piece.numel()} from {mine.start} on. Load the copy on the same "
-                "ranks, built alike, or save what state_dict() returns, which is whole"
-            )
-        taken[what] = ParamShard(piece.reshape(-1), mine.shape, mine.start)
-    return taken
 
 
 def _wide(value: Any, main: Tensor) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megascale import MixedPrecisionOptimizer
 from megascale.errors import UsageError
 from megascale.state.torch_layout import ADDED
-from tests.training import Sign, Tiny, bits_equal, model, same_bits, set_grads, snapshot, wrap
+from tests.training import Sign, Tiny, bits_equal, model, same_bits, same_values, set_grads, snapshot, wrap
 
 OWN = ["step", "exp_avg", "exp_avg_sq"]
 
@@ -47,8 +47,6 @@ def test_entries() -> None:
     assert "other" not in entries
     with pytest.raises(KeyError, match="other"):
         entries["other"]
-    assert (entries | {"more": 1})["more"] == 1
-    assert ({"more": 1} | entries).keys() == entries.keys() | {"more"}
     assert type(entries.copy()) is dict
     assert "'num_states': tensor(3)" in repr(entries)
 
@@ -184,7 +182,7 @@ def test_own_entries_are_written_through() -> None:
 
 
 def test_the_whole_state_is_assigned() -> None:
-    """Itself: nothing changes. A mapping without our entries: the wrapped optimizer has that very mapping."""
+    """Itself: nothing changes. Another mapping: its entries are the wrapped optimizer's."""
     _, optimizer = _trained()
     inner, held = optimizer.optimizer, optimizer.optimizer.state
     optimizer.state = optimizer.state
@@ -192,7 +190,8 @@ def test_the_whole_state_is_assigned() -> None:
     mine: Any = defaultdict(dict, held)
     view = optimizer.state
     optimizer.state = mine
-    assert inner.state is mine
+    assert inner.state is not held
+    assert same_values(dict(inner.state), dict(mine))
     optimizer.state = view  # as torch's swap_in_optimizer_params_and_state() puts it back
     assert inner.state is held
 
