@@ -11,12 +11,10 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from megascale.errors import ArgumentError, ArgumentTypeError, sparse_gradient
 from megascale.utils.calls import outside_of_graphs
 from megascale.utils.dtensors import is_dtensor
-from megascale.utils.live_objects import objects_of
 
 if TYPE_CHECKING:
     from megascale.grad_sync.sync import GradSync
@@ -84,26 +82,3 @@ def check_syncable(params: Mapping[str, nn.Parameter]) -> None:
         params.items(),
         "delete that and all that refers to it, or call its detach() (DistributedOptimizer: grad_sync.detach())",
     )
-    wrapped = find_under_ddp(params.items())
-    if wrapped is not None:
-        raise ArgumentError(
-            f"parameter {wrapped!r} is under a DistributedDataParallel, which would reduce its gradient a second time; "
-            "pass the bare module's parameters, train that, and drop the DistributedDataParallel"
-        )
-
-
-def find_under_ddp(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return the name of a parameter whose gradient some DistributedDataParallel reduces too; None if there is none.
-
-    No registry lists such modules: this goes through all Python objects, which takes tens of milliseconds.
-    """
-    names = {id(param): name for name, param in named_parameters}
-    if _name_under_ddp(names) is None:
-        return None
-    gc.collect()  # unused modules reduce nothing
-    return _name_under_ddp(names)
-
-
-def _name_under_ddp(names: dict[int, str]) -> str | None:
-    params = (param for wrapper in objects_of(DistributedDataParallel) for param in wrapper.parameters())
-    return next((names[id(param)] for param in params if id(param) in names), None)

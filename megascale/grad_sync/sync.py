@@ -26,11 +26,11 @@ from megascale.errors import ArgumentError, GradientError, UsageError, sparse_gr
 from megascale.grad_sync.bucket import FlatBucket, SyncedBucket, tag_of
 from megascale.grad_sync.clipping_by_hand import refuse_while_there
 from megascale.grad_sync.construction import KIND, Construction, param_forms, ranks_by_field
-from megascale.grad_sync.grad_hook import GradHook, check_syncable, find_under_ddp
+from megascale.grad_sync.grad_hook import GradHook, check_syncable
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, Bucket, ParamSize, build_buckets
 from megascale.grad_sync.owners import evened, update_cost
 from megascale.grad_sync.reduction import Divisor, ReduceThread, bucket_reduction
-from megascale.grad_sync.usable_grads import memory_error, under_ddp, why_not_taken
+from megascale.grad_sync.usable_grads import memory_error, why_not_taken
 from megascale.parallel import GradGroup, ParallelGroups, is_expert
 from megascale.utils import validate
 from megascale.utils.autograd import without_grad
@@ -123,7 +123,6 @@ class GradSync:
         self._starting = Lock()  # held to change `_next` in backward, which has a thread for each device
         self._finished = False
         self._is_away = self._pinned = False
-        self._ddp_is_absent = False
         refuse_while_there(self)
         self.add(named_parameters)
         if not self.buckets and not self.is_sharded:
@@ -448,11 +447,6 @@ class GradSync:
         The hooks leave no gradient behind, so any gradient there is the caller's.
         """
         error: GradientError | None = None
-        if not self._ddp_is_absent:  # one may have been put around the parameters before the first step
-            named = ((name, param) for bucket in self.buckets for name, param in bucket.params.items())
-            wrapped = find_under_ddp(named)
-            self._ddp_is_absent = wrapped is None
-            error = None if wrapped is None else under_ddp(wrapped)
         for bucket in self.buckets:
             params = bucket.params.values()
             if set(map(type, map(_GRAD, params))) <= {NoneType}:

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from megascale.errors import GradientError, sparse_gradient
 from megascale.grad_sync.bucket import SyncedBucket
-from megascale.grad_sync.grad_hook import find_under_ddp
 from megascale.kernels import tensor_fault
 from megascale.utils.dtensors import is_dtensor, to_local
 
@@ -42,18 +41,9 @@ def why_not_taken(name: str, param: nn.Parameter, grad: Tensor, bucket: SyncedBu
         return sparse_gradient(name, grad.layout)
     if name in bucket.fresh and param.requires_grad:
         return None
-    if find_under_ddp([(name, param)]) is not None:
-        return under_ddp(name)
     reason = "it was put there after backward" if param.requires_grad else "the parameter is frozen"
     return GradientError(
         f"{name!r} has a gradient in param.grad that would be ignored: {reason}; put gradients "
-        "there before backward or instead of it, or change GradSync.main_grad(param) after finish()"
-    )
-
-
-def under_ddp(name: str) -> GradientError:
-    """Return the error for a parameter of a module under DistributedDataParallel."""
-    return GradientError(
-        f"the gradient of {name!r} is reduced by a DistributedDataParallel around its module too; train the bare "
-        "module, and drop the DistributedDataParallel"
+        "there before backward or instead of it, or change GradSync.main_grad(param) after finish(). If a "
+        "DistributedDataParallel is around the module, drop it, and train the bare module: it reduces gradients too"
     )
