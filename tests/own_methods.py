@@ -149,7 +149,7 @@ class Warming(torch.optim.Optimizer):
         self.total_step = 0
         self.clock = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.clock, 0.5)
-        self.recent: dict[tuple[int, int], float] = {}
+        self.recent: dict[int, float] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Add the count and the schedule."""
@@ -176,7 +176,7 @@ class Warming(torch.optim.Optimizer):
                 state["momentum"].lerp_(p.grad, 1 / (1 + self.total_step))
                 p.sub_(state["momentum"], alpha=group["lr"] * rate)
         self.total_step += 1
-        self.recent[0, self.total_step % 2] = rate
+        self.recent[self.total_step % 2] = rate
         self.clock.step()
         self.schedule.step()
 

@@ -8,19 +8,17 @@ does to state and groups is put back.
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megascale.errors import ArgumentError, StateDictError
 from megascale.main_params.main_param import MainParam
 from megascale.step.lending import lent, put_back
 from megascale.utils.nests import tensors_in
-from megascale.utils.portable import PRIMITIVES, portable
+from megascale.utils.portable import portable
 
-_ITEMS = "items()"
-"""The key of a dict's items, where its keys are no primitives."""
 _TORCHS = ("state", "param_groups")
 _HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_post_hooks")
 
@@ -96,8 +94,7 @@ class ExtraState:
             state = {key: dict(one) if isinstance(one, dict) else one for key, one in optimizer.state.items()}
             groups = [(group, dict(group)) for group in optimizer.param_groups]
             try:
-                extra = {name: _unpacked(value) for name, value in entries.items()}
-                optimizer.load_state_dict({**optimizer.state_dict(), **extra})
+                optimizer.load_state_dict({**optimizer.state_dict(), **deepcopy(dict(entries))})
             finally:
                 vars(optimizer).update(own)
                 put_back(optimizer, state, groups)
@@ -109,10 +106,7 @@ class ExtraState:
     def _read(self, *, copy: bool) -> dict[str, Any]:
         where = f"{type(self._optimizer).__name__}.state_dict()"
         given = {name: value for name, value in self._optimizer.state_dict().items() if name not in _TORCHS}
-        entries = {
-            name: _portable(value, f"{where}[{name!r}]", copy=copy)
-            for name, value in _not_saved_by_name(self._optimizer, given).items()
-        }
+        entries = {name: portable(value, f"{where}[{name!r}]", copy=copy) for name, value in given.items()}
         tensors = [name for name, value in entries.items() if any(True for _ in tensors_in(value))]
         if tensors and self._is_sharded:
             raise StateDictError(
@@ -120,64 +114,6 @@ class ExtraState:
                 "would save another one; use MixedPrecisionOptimizer"
             )
         return entries
-
-
-def _not_saved_by_name(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``given`` that are not saved under the names of parameters already.
-
-    Left out are dicts of the states of parameters.
-    """
-    if not given:
-        return given
-    states = {
-        _signature(entries)
-        for key, entries in optimizer.state.items()
-        if isinstance(key, Tensor) and isinstance(entries, Mapping)
-    }
-
-    def is_saved(value: Any) -> bool:
-        if not isinstance(value, Mapping) or not value:
-            return False
-        return all(isinstance(one, Mapping) and _signature(one) in states for one in value.values())
-
-    return {name: value for name, value in given.items() if not is_saved(value)}
-
-
-def _signature(value: Any) -> Any:
-    """Return what is the same for two nests of the same tensors and equal primitives."""
-    if isinstance(value, Tensor):
-        return "tensor", id(value)
-    if isinstance(value, Mapping):
-        return "dict", frozenset((_signature(key), _signature(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return "list", tuple(map(_signature, value))
-    return type(value).__name__, repr(value)
-
-
-def _portable(value: Any, where: str, *, copy: bool) -> Any:
-    """Return ``value`` as :func:`portable` does; a dict whose keys are no primitives, such as pairs, as its items."""
-    if isinstance(value, Mapping):
-        items = [(key, _portable(item, f"{where}[{key!r}]", copy=copy)) for key, item in value.items()]
-        if all(isinstance(key, PRIMITIVES) for key in value):
-            return dict(items)
-        return {
-            _ITEMS: [[portable(key, f"{where} has the key {key!r}, which", copy=copy), item] for key, item in items]
-        }
-    if isinstance(value, (list, tuple)):
-        items = [_portable(item, f"{where}[{i}]", copy=copy) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    return portable(value, where, copy=copy)
-
-
-def _unpacked(value: Any) -> Any:
-    """Return what :func:`_portable` was given."""
-    if isinstance(value, Mapping):
-        if set(value) == {_ITEMS}:
-            return {key: _unpacked(item) for key, item in value[_ITEMS]}
-        return {key: _unpacked(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_unpacked(item) for item in value])
-    return value
 
 
 def _overrides(optimizer: torch.optim.Optimizer, method: str, hooks: str) -> bool:

@@ -75,7 +75,7 @@ def _resume(cell: Cell, way: str, folder: str) -> list[bool]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cell", OWN_CELLS, ids=str)
 def test_a_resumed_run_has_the_same_bits(cell: Cell, way: str, ranks: RankPool, tmp_path: Path) -> None:
-    """A step count, a schedule, and a dict of pairs."""
+    """A step count, a schedule, and a dict."""
     if way == "file" and cell.layout == "fsdp2":
         way = "checkpoint"  # whose state dict has DTensors
     assert all(map(all, ranks.run(cell.world_size, _resume, cell, way, str(tmp_path))))
@@ -203,7 +203,7 @@ class _Loading(_Base):
     [
         (_Loading, deque([1]), r"_Loading cannot be saved: _Loading\.state_dict\(\)\['entry'\] is a deque"),
         (_Loading, {"a": [torch.Generator()]}, r"\['entry'\]\['a'\]\[0\] is a Generator"),
-        (_Loading, {frozenset([1]): 1}, "frozenset"),
+        (_Loading, {(0, "b"): 1}, r"\['entry'\] is a dict, .* dicts whose keys are strings or numbers"),
         (_Loading, NotImplementedError("later"), "cannot be saved: later"),
         (
             _Base,
@@ -218,7 +218,7 @@ def test_what_cannot_be_saved_is_refused_at_construction(kind: Any, entry: Any, 
     model = Given(SHAPES)
     with pytest.raises(ArgumentError, match=words):
         MixedPrecisionOptimizer(kind(model.parameters(), entry))
-    MixedPrecisionOptimizer(_Loading(model.parameters(), [1, (2, "a"), {(0, "b"): None}]))
+    MixedPrecisionOptimizer(_Loading(model.parameters(), [1, (2, "a"), {0: None}]))
 
 
 def test_an_entry_that_is_refused_changes_nothing() -> None:
