@@ -412,8 +412,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = pre_hook(self, state_dict) or state_dict
             parts = self.live_parts(state_dict, strict)
-            memory = {address for live, _ in parts for address in live.memory()}
-            planned = [(live, live.plan(part, memory, strict=strict)) for live, part in parts]
+            planned = [(live, live.plan(part, strict=strict)) for live, part in parts]
         error: Exception | None = None
         for live, plan in planned:
             try:

@@ -91,7 +91,7 @@ class LandedLRScheduler(LRScheduler):
                 step since the last call landed, by the optimizer's own count.
 
         Raises:
-            ArgumentError, ArgumentTypeError, UsageError: see :meth:`megascale.landed.steps.StepOutcomes.landed`.
+            ArgumentTypeError, UsageError: see :meth:`megascale.landed.steps.StepOutcomes.landed`.
         """
         landed = self._outcomes.landed(success)
         self._undo_if_skipped(self._view.push({"landed": landed}))

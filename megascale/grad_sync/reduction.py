@@ -156,10 +156,7 @@ class BucketReduction(ABC):
         # Divided and cast in one pass. A CPU divides into scratch of the bucket's dtype first: of a chunk, in cache.
         chunk = CHUNK if self.flat.device.type == "cpu" else max(1, self.flat.numel())
         for part, packed in zip(self.flat.split(chunk), payload.split(chunk), strict=True):
-            if self._pre_divisor == 1:
-                packed.copy_(part)
-            else:
-                torch.div(part, self._pre_divisor, out=packed)
+            torch.div(part, self._pre_divisor, out=packed)
         return payload
 
     def sum_over_replicas(self) -> None:
@@ -260,7 +257,7 @@ class P2PReduceScatter(BucketReduction):
         left = self._divisor / self._pre_divisor
         for begin in range(0, kept.numel(), CHUNK):
             chunk = slice(begin, begin + CHUNK)
-            sum_in_order([source[chunk] for source in sources], kept[chunk], self.rank)
+            sum_in_order([source[chunk] for source in sources], kept[chunk])
             divide_(kept[chunk], left)
 
 
@@ -297,25 +294,12 @@ def divide_(tensor: Tensor, divisor: Divisor) -> None:
         tensor.div_(divisor)
 
 
-def sum_in_order(parts: list[Tensor], out: Tensor, own: int) -> None:
-    """Write the sum of ``parts`` into ``out``: rank 0 first, in fp32 at least. ``parts[own]`` may be ``out`` itself.
+def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of ``parts`` into ``out``: rank 0 first, in fp32 at least.
 
-    The other parts are scratch.
+    A part may be ``out`` itself; the others are scratch.
     """
-    narrow = out.dtype.itemsize < 4 and len(parts) > 2
-    if narrow or parts[own].data_ptr() != out.data_ptr():
-        total = torch.empty_like(out, dtype=torch.float32) if out.dtype.itemsize < 4 else out
-        total.copy_(parts[0])
-        for part in parts[1:]:
-            total.add_(part)
-        if total is not out:
-            out.copy_(total)
-        return
-    # Parts before the own one are summed first, then the own one is added: x + y equals y + x.
-    before, after = parts[:own], parts[own + 1 :]
-    if before:
-        for part in before[1:]:
-            before[0].add_(part)
-        out.add_(before[0])
-    for part in after:
-        out.add_(part)
+    total = parts[0].to(torch.promote_types(out.dtype, torch.float32))
+    for part in parts[1:]:
+        total.add_(part)
+    out.copy_(total)

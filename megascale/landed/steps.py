@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megascale.base_optimizer import MegascaleOptimizer
-from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
+from megascale.errors import ArgumentTypeError, UsageError
 from megascale.step.result import StepCounter
 
 
@@ -28,7 +28,7 @@ class StepOutcomes:
         """Return ``success``, checked, or, for None, whether any step since the last call landed: bool, 0-d.
 
         Raises:
-            ArgumentTypeError, ArgumentError: ``success`` is no bool, or tensor of one bool.
+            ArgumentTypeError: ``success`` is no bool, or tensor of one bool.
             UsageError: ``success`` is None, and the outcome cannot be known.
         """
         answer = self._counted() if success is None else _checked(success)
@@ -55,14 +55,9 @@ class StepOutcomes:
 def _checked(success: Any) -> Tensor | bool:
     if isinstance(success, bool):
         return success
-    if not isinstance(success, Tensor):
+    if not isinstance(success, Tensor) or success.dtype != torch.bool or success.numel() != 1:
         raise ArgumentTypeError(
-            f"success must be a bool or a tensor of one bool, such as result.success, got {type(success).__name__}"
+            f"success must be a bool or a tensor of one bool, such as result.success, got {success!r}; of "
+            "found_inf pass found_inf == 0, its opposite"
         )
-    if success.dtype != torch.bool:
-        raise ArgumentTypeError(
-            f"success must be a bool tensor, got {success.dtype}; of found_inf pass found_inf == 0, its opposite"
-        )
-    if success.numel() != 1:
-        raise ArgumentError(f"success must have one element, got shape {tuple(success.shape)}")
     return success.detach().reshape(())

@@ -82,12 +82,7 @@ class MainParams:
         if not self._is_unchanged(param_groups):
             self.residence.require_here("a change of param_groups")
             for group in param_groups:  # a tuple or an iterator, of which torch's add_param_group makes a list, too
-                params = group.get("params")
-                if isinstance(params, Tensor) or not isinstance(params, Iterable):
-                    raise ArgumentTypeError(
-                        f"params of a param group must be a list of parameters, got a {type(params).__name__}"
-                    )
-                group["params"] = params if isinstance(params, list) else list(params)
+                group["params"] = list(group["params"])
             made = self._add_new(param_groups)
             written = self.tracker.written()  # slots are those of another tracker
         if written:
@@ -133,10 +128,9 @@ class MainParams:
                     raise ArgumentTypeError(f"params of a param group holds a {kind.__name__}; give parameters")
                 if id(param) in seen:  # several updates of one step would write it
                     known = self._by_id.get(id(param))
-                    name = known.name if known is not None else self._explicit_names.get(id(param), (None,))[0]
-                    story = "a parameter" if name is None else repr(name)
                     raise ArgumentError(
-                        f"param_groups[{index}] holds {story} that param_groups held before; list each parameter once"
+                        f"param_groups[{index}] holds {'a parameter' if known is None else repr(known.name)} that "
+                        "param_groups held before; list each parameter once"
                     )
                 seen.add(id(param))
                 if param.requires_grad and id(param) not in self._by_id:

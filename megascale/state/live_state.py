@@ -4,9 +4,8 @@ A load checks everything, all ranks agree, and only then is one parameter after 
 refusal leaves everything as it was, and a load needs memory for one parameter's state more.
 """
 
-from collections.abc import Collection, Mapping, MutableMapping, Set
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -28,7 +27,7 @@ from megascale.step.torch_states import is_per_element
 from megascale.step.torch_step import GeneralUpdate
 from megascale.utils.dtensors import held, to_local
 from megascale.utils.dtypes import HALF_DTYPES
-from megascale.utils.nests import map_tensors, tensors_in
+from megascale.utils.nests import map_tensors
 from megascale.utils.portable import portable
 
 Loaded = tuple[nn.Parameter, str, Tensor | None, dict[str, Any] | None]
@@ -208,12 +207,11 @@ class LiveState:
         names = self.main_params.names(self.param_groups)
         return {names[id(param)]: param for group in self.param_groups for param in group["params"]}
 
-    def plan(self, state_dict: Mapping[str, Any], live: Set[int], *, strict: bool) -> Plan:
+    def plan(self, state_dict: Mapping[str, Any], *, strict: bool) -> Plan:
         """Check a state dict, as :meth:`check` does, and its values. Raises as that, and MainParamOverflowError.
 
         All that can raise is done here: other ranks may find an error, and then nothing has changed. No rank
-        communicates. Only what lies in ``live`` memory is copied, see :meth:`memory`: it may have changed when its turn
-        comes.
+        communicates. Nothing is copied: a live tensor is for the place that it lies in.
         """
         self.check(state_dict, strict=strict)
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
@@ -225,16 +223,13 @@ class LiveState:
                 # A piece that is not this rank's is refused where it is placed; here, as below, to no effect.
                 if isinstance(main, ParamShard):
                     self.main_params.to_local(param, main, main.dtype)
-                portable_state.check_fits_model(name, _memory(main).float(), param)
-                held = self.main_params.get(param)
-                main = _apart(main, None if held is None else held.memory, live)
+                memory = main.piece if isinstance(main, ParamShard) else held(main)
+                portable_state.check_fits_model(name, memory.float(), param)
             if name in states and (name not in mains or keeps):
                 given = _counted(states[name], self.update.required_state(options[id(param)]))
-                given = portable(given, f"state[{name!r}]", copy=False)
-                pieces = map_tensors(lambda value: value if isinstance(value, ParamShard) else None, given)
+                state = portable(given, f"state[{name!r}]", copy=False)
+                pieces = map_tensors(lambda value: value if isinstance(value, ParamShard) else None, state)
                 self._placed_state(name, param, {key: piece for key, piece in pieces.items() if piece is not None})
-                held_state = self.state.get(param, {})
-                state = {key: _apart(value, held_state.get(key), live) for key, value in given.items()}
             params.append((param, name, main, state))
         pairs = zip(self.param_groups, groups, strict=True) if len(groups) == len(self.param_groups) else ()
         planned = [(group, self._planned_options(group, given, index)) for index, (group, given) in enumerate(pairs)]
@@ -246,11 +241,6 @@ class LiveState:
         remarks = self._remarks(state_dict) if strict else []
         loaded = self._loaded(state_dict, strict)
         return Plan(params, planned, shared, extra_state, loaded, from_weights=strict and not mains, remarks=remarks)
-
-    def memory(self) -> set[int]:
-        """Return the addresses of the storages of weights, main params and state, which a load writes."""
-        every = chain.from_iterable((param.model, param.memory) for param in self.main_params)
-        return set(map(_storage, chain(every, tensors_in(list(self.state.values()))))) - {0}
 
     def _planned_options(self, live: Mapping[str, Any], given: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the options that ``live`` takes over. Raises StateDictError for those that no step could use."""
@@ -366,26 +356,6 @@ class LiveState:
         self.extra_state.load(plan.extra_state)
         for one, given in plan.loaded:
             one.load_state_dict(given)
-
-
-def _memory(value: Tensor) -> Tensor:
-    """Return the memory that this rank has of a tensor."""
-    return value.piece if isinstance(value, ParamShard) else held(value)
-
-
-def _storage(value: Tensor) -> int:
-    """Return the address of a tensor's storage; 0 where it has none."""
-    return _memory(value).untyped_storage().data_ptr() if value.layout == torch.strided else 0
-
-
-def _apart(value: Any, place: Any, live: Set[int]) -> Any:
-    """Return a nest with copies of those tensors that lie in ``live`` memory, but not in the place that they go to."""
-    if not isinstance(value, Tensor):
-        return map_tensors(lambda tensor: _apart(tensor, None, live), value)
-    is_there = isinstance(place, Tensor) and _memory(value).data_ptr() == _memory(place).data_ptr()
-    if is_there or _storage(value) not in live:
-        return value
-    return ParamShard(value.piece.clone(), value.shape, value.start) if isinstance(value, ParamShard) else value.clone()
 
 
 def _counted(state: Any, required: Collection[str]) -> Any:

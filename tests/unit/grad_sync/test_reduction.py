@@ -16,7 +16,7 @@ def test_parts_add_up_in_fp32(own: int, dtype: torch.dtype) -> None:
     for in_place in (True, False):
         parts = [torch.full((3,), value, dtype=dtype) for value in (256.0, 1.0, 1.0, 2.0)]
         out = parts[own] if in_place else torch.zeros(3, dtype=dtype)
-        sum_in_order(parts, out, own)
+        sum_in_order(parts, out)
         assert out.tolist() == [260.0] * 3
 
 
