@@ -52,7 +52,6 @@ class GradCopies:
         self._usual_passes: WeakKeyDictionary[HostBuffers, int] = WeakKeyDictionary()
         # What was copied: a gradient, its address, and its versions when its copy began.
         self._copied: dict[HostBuffers, tuple[ref[Tensor], int, tuple[int, int]]] = {}
-        self._are_awaited = True
         self._hooks: dict[int, RemovableHandle] = {}
         finalize(self, _remove, self._hooks).atexit = False
 
@@ -101,7 +100,6 @@ class GradCopies:
             # First the sum: a write between the two is then seen.
             torch.sum(_bits(local), tuple(range(local.dim())), dtype=torch.int64, out=self._sums[self._slots[buffers]])
             memory.copy_(local, non_blocking=True)
-        self._are_awaited = False
         self._copied[buffers] = ref(grad), local.data_ptr(), _versions(grad)
 
     def join(self, measured: Iterable[tuple[HostBuffers, Tensor]]) -> tuple[frozenset[HostBuffers], Tensor]:
@@ -114,9 +112,8 @@ class GradCopies:
         """
         self._usual_passes, self._passes = self._passes, WeakKeyDictionary()
         copied, self._copied = self._copied, {}
-        if not self._are_awaited:  # also of copies that do not count: the step writes into the same memory
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-            self._are_awaited = True
+        # Also for copies that do not count: the step writes into the same memory.
+        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
         if not copied:
             return frozenset(), torch.zeros((), device=self._device)
         sums = list(self._sums.unbind())

@@ -21,11 +21,7 @@ _UNREDUCED = "a MixedPrecisionOptimizer"
 def broadcast_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], groups: ParallelGroups) -> None:
     """Overwrite every parameter by its value on the first rank that holds it. All ranks call it together."""
     for _, param in named_parameters:
-        holders = groups.of_param(param).holders
-        if param.is_contiguous():
-            broadcast_(param.data, holders)
-        else:
-            param.copy_(broadcast_(param.detach().contiguous(), holders))
+        param.copy_(broadcast_(param.detach().contiguous(), groups.of_param(param).holders))
 
 
 def require_same(

@@ -44,20 +44,18 @@ class Residence:
         Raises UsageError, with nothing moved, if there is no such host memory.
         """
         # Storage by storage, so that what shares memory here shares it there.
-        groups: dict[tuple[torch.device, int], list[Tensor]] = {}
-        seen: set[int] = set()
+        groups: dict[tuple[torch.device, int], dict[int, Tensor]] = {}
         for tensor in map(held, tensors):
-            if id(tensor) in seen or tensor.numel() == 0 or memory_fault(tensor) is not None:
-                continue
-            seen.add(id(tensor))
-            groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(tensor)
+            if tensor.numel() > 0 and memory_fault(tensor) is None:
+                storage = tensor.device, tensor.untyped_storage().data_ptr()
+                groups.setdefault(storage, {})[id(tensor)] = tensor
         # All copies are made before the first tensor moves: the host may have too little memory.
-        sources = [storage_bytes(group[0]) for group in groups.values()]
+        sources = [storage_bytes(next(iter(group.values()))) for group in groups.values()]
         copies = host_copies(sources, pin=pin)
         for (device, _), group, host in zip(groups, groups.values(), copies, strict=True):
-            for tensor in group:
+            for tensor in group.values():
                 tensor.data = in_storage(host, tensor)
-            self._away.append(([ref(tensor) for tensor in group], host, device))
+            self._away.append(([ref(tensor) for tensor in group.values()], host, device))
         self.is_away = True
 
     @torch.no_grad()

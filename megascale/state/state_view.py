@@ -87,9 +87,7 @@ class ParamEntries(_View[str]):
                     "what the optimizer holds elsewhere; use load_state_dict() to change it"
                 )
         else:
-            own = self._own
-            own[name] = value
-            self._source.state[self._param] = own
+            self._source.state.setdefault(self._param, {})[name] = value
 
     def __delitem__(self, name: str) -> None:
         if name in layout.TAKEN:
@@ -97,15 +95,11 @@ class ParamEntries(_View[str]):
                 f"optimizer.state of {self._name()!r} always has {name!r}, which cannot be deleted: it shows what the "
                 "optimizer holds elsewhere"
             )
-        own = self._own
-        del own[name]
-        self._source.state[self._param] = own
+        del self._own[name]
 
     def clear(self) -> None:
         """Drop the wrapped optimizer's entries."""
-        own = self._own
-        own.clear()
-        self._source.state[self._param] = own
+        self._own.clear()
 
     def pop(self, name: str, *default: Any) -> Any:
         """Take an entry out, as a copy: what its place shows is then the next one."""
