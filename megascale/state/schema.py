@@ -121,8 +121,8 @@ def check_names(given: Iterable[str], known: Iterable[str], required: Iterable[s
     missing = sorted(set(required) - set(given))
     if unexpected or missing:
         raise StateDictError(
-            f"{what}: missing {_shortened(missing)}, unexpected {_shortened(unexpected)}; build the optimizer "
-            "over the same parameters under the same names; strict=False takes those that both sides have"
+            f"{what}: missing {listed(missing) or 'none'}, unexpected {listed(unexpected) or 'none'}; build the "
+            "optimizer over the same parameters under the same names; strict=False takes those that both sides have"
         )
 
 
@@ -137,7 +137,7 @@ def check_groups(given: Sequence[Mapping[str, Any]], live: Sequence[Sequence[str
         moved = sorted(set(group["params"]) ^ set(names))
         if moved:
             raise StateDictError(
-                f"param group {index} differs: {_shortened(moved)} are on one side only; build the same groups, "
+                f"param group {index} differs: {listed(moved)} are on one side only; build the same groups, "
                 "or load with strict=False"
             )
 
@@ -299,8 +299,3 @@ def check_fits_model(name: str, main: Tensor, model: Tensor) -> None:
 def _require_values(what: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.is_meta:
         raise StateDictError(f"{what} is on the meta device and has no values; save a state dict that has them")
-
-
-def _shortened(names: list[str], limit: int = 8) -> str:
-    shown = ", ".join(map(repr, names[:limit]))
-    return f"[{shown}{f', ... {len(names) - limit} more' if len(names) > limit else ''}]"

@@ -176,7 +176,7 @@ def test_not_strict_takes_what_both_have() -> None:
     fresh = model(seed=9)
     resumed = wrap(fresh)
     kept = fresh.head.weight.detach().clone()
-    with pytest.raises(StateDictError, match=r"missing \['head.weight'\], unexpected \['gone'\]; .*; strict=False"):
+    with pytest.raises(StateDictError, match=r"missing 'head.weight', unexpected 'gone'; .*; strict=False"):
         resumed.load_state_dict(state)
     resumed.load_state_dict(state, strict=False)
     assert bits_equal(fresh.head.weight, kept)
@@ -239,16 +239,16 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
             s
         ),
         StateDictError,
-        r"param group 0 differs: \['head.weight'\] are on one side only",
+        "param group 0 differs: 'head.weight' are on one side only",
     ),
-    (_drop("main_params", "head.weight"), StateDictError, r"main params: missing \['head.weight'\], unexpected \[\]"),
-    (_set("main_params", "other", value=torch.ones(1)), StateDictError, r"main params: .* unexpected \['other'\]"),
+    (_drop("main_params", "head.weight"), StateDictError, "main params: missing 'head.weight', unexpected none"),
+    (_set("main_params", "other", value=torch.ones(1)), StateDictError, "main params: .* unexpected 'other'"),
     (
         lambda s: s | {"main_params": s["main_params"] | {f"other{index}": torch.ones(1) for index in range(9)}},
         StateDictError,
-        r"unexpected \['other0', .*'other7', \.\.\. 1 more\]",
+        "unexpected 'other0', .*'other7' and 1 more",
     ),
-    (_drop("optimizer", "state", "head.weight"), StateDictError, r"optimizer state: missing \['head.weight'\]"),
+    (_drop("optimizer", "state", "head.weight"), StateDictError, "optimizer state: missing 'head.weight'"),
     (
         _set("main_params", "first.bias", value=torch.ones(5)),
         StateDictError,
