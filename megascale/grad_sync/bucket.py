@@ -53,10 +53,12 @@ class FlatBucket:
         self.flat.untyped_storage().resize_(0)
 
     def come_back(self) -> None:
-        """Allocate the memory again, after :meth:`leave`, for the same views, with the values that it had.
+        """Allocate the memory again, for the same views, with the values that it had. Does nothing if it is there.
 
         Counts as a write to the views: who reads them on a stream of its own meanwhile reads them anew.
         """
+        if self.flat.untyped_storage().nbytes() > 0 or self.flat.numel() == 0:
+            return
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         if self._host is None:
             self.flat.zero_()

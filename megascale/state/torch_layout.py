@@ -94,7 +94,7 @@ class StateDict(dict[str, Any]):
 
 def require_one_layout(state_dict: Any) -> None:
     """Raise StateDictError if a state dict of ours has another ``state`` or ``param_groups`` beside than inside."""
-    own = state_dict.get("optimizer") if isinstance(state_dict, Mapping) else None
+    own: Any = state_dict.get("optimizer") if isinstance(state_dict, Mapping) else None
     for key in set(TORCH_KEYS).intersection(state_dict) if isinstance(own, Mapping) else ():
         if not are_equal(state_dict[key], own.get(key)):
             raise StateDictError(
