@@ -14,7 +14,7 @@ AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 MultiAvgFn = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
 
 CHUNK_NUMEL = 2**24
-"""Elements that are averaged at once; an update needs scratch of a few times this size."""
+"""Elements that are averaged at once; an update needs scratch of this size."""
 
 
 class RunningAverages:
@@ -30,9 +30,8 @@ class RunningAverages:
         for indices in _chunked(tensors):
             flat = torch.cat([tensors[index].detach().reshape(-1) for index in indices])
             self._chunks.append((indices, flat))
-            parts = flat.split([tensors[index].numel() for index in indices])
-            for index, part in zip(indices, parts, strict=True):
-                self.averages[index] = part.view(tensors[index].shape)
+            for index, view in zip(indices, _views(flat, [tensors[index] for index in indices]), strict=True):
+                self.averages[index] = view
 
     def update(
         self, currents: Sequence[Tensor], landed: Tensor, n_averaged: Tensor, average: MultiAvgFn, has_started: bool
@@ -42,12 +41,15 @@ class RunningAverages:
         ``has_started``: the host knows that ``n_averaged`` is not 0.
         """
         for indices, flat in self._chunks:
-            current = torch.cat([currents[index].reshape(-1) for index in indices]).to(flat)
+            here = [currents[index] for index in indices]
             count = to_device_async(n_averaged, flat.device)
             candidate = flat.clone()
-            average([candidate], [current], count)
+            proposed = _views(candidate, here)
+            average(proposed, here, count)
             if not has_started:
-                candidate = torch.where(count == 0, current, candidate)
+                is_first = count == 0
+                for new, current in zip(proposed, here, strict=True):
+                    new.copy_(torch.where(is_first, current, new))
             torch.where(to_device_async(landed, flat.device), candidate, flat, out=flat)
 
 
@@ -61,17 +63,35 @@ def _chunked(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
             yield [indices[at] for at in run]
 
 
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
 def rule_of(avg_fn: AvgFn | None, multi_avg_fn: MultiAvgFn | None) -> MultiAvgFn:
-    """Return an averaging rule in either of torch's forms as one that writes lists in place; None: equal weights."""
+    """Return an averaging rule in either of torch's forms as one that writes lists in place."""
     if multi_avg_fn is not None:
         return multi_avg_fn
-    rule = avg_fn or get_swa_avg_fn()
+    if avg_fn is None:
+        return _equal_weights_
+    rule = avg_fn
 
     def each_(averages: Sequence[Tensor], currents: Sequence[Tensor], n_averaged: Tensor) -> None:
         for average, current in zip(averages, currents, strict=True):
             average.copy_(rule(average, current, n_averaged))
 
     return each_
+
+
+def _equal_weights_(averages: Sequence[Tensor], currents: Sequence[Tensor], n_averaged: Tensor) -> None:
+    """The arithmetic of torch's ``get_swa_avg_fn``, in its order."""
+    if averages[0].is_floating_point():
+        diffs = torch._foreach_sub(list(currents), list(averages))
+        torch._foreach_div_(diffs, n_averaged + 1)
+        torch._foreach_add_(list(averages), diffs)
+    else:
+        for average, current in zip(averages, currents, strict=True):
+            average.copy_(get_swa_avg_fn()(average, current, n_averaged))
 
 
 def copy_(averages: Sequence[Tensor], currents: Sequence[Tensor], n_averaged: Tensor) -> None:
