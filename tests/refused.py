@@ -368,9 +368,9 @@ def _schedules() -> list[Refusal]:
         (lambda: LandedLRScheduler(bare, MixedPrecisionOptimizer(FP32())), ArgumentError, "other param groups"),
         (lambda: LandedLRScheduler(bare, "optimizer"), ArgumentTypeError, "got str"),  # type: ignore[arg-type]
         (schedule.step, UsageError, "no step of MixedPrecisionOptimizer"),
-        (lambda: ready.step(3), ArgumentTypeError, "got int"),  # type: ignore[arg-type]
+        (lambda: ready.step(3), ArgumentTypeError, "got 3"),  # type: ignore[arg-type]
         (lambda: ready.step(torch.tensor(0.0)), ArgumentTypeError, "opposite"),
-        (lambda: ready.step(torch.tensor([True, False])), ArgumentError, "one element"),
+        (lambda: ready.step(torch.tensor([True, False])), ArgumentTypeError, "a tensor of one bool"),
         (lambda: schedule.load_state_dict({"gamma": 0.5}), StateDictError, "last_epoch"),
         (
             lambda: schedule.load_state_dict(schedule.state_dict() | {"_last_lr": [1.0, 1.0], "last_epoch": 5}),
