@@ -89,7 +89,6 @@ class SyncedBucket:
         side: the stream that carries out reductions on its device; None: the host does.
         waiting: names of parameters whose gradients are still to come.
         fresh: names of those that had none in this step: the first one overwrites the main grad.
-        started: whether the reduction has begun.
     """
 
     memory: FlatBucket
@@ -100,7 +99,6 @@ class SyncedBucket:
     side: torch.Stream | None
     waiting: set[str] = field(init=False)
     fresh: set[str] = field(init=False)
-    started: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -114,7 +112,6 @@ class SyncedBucket:
         """Begin a new step."""
         self.waiting = set(self.params)
         self.fresh = set(self.params)
-        self.started = False
 
     def start(self, divisor: Divisor) -> None:
         """Start the reduction, after the work of all streams that wrote gradients.
@@ -128,7 +125,6 @@ class SyncedBucket:
             for name in self.fresh:
                 self.memory.views[name].zero_()
             self.fresh = set()
-            self.started = True
             self.reduction.start(divisor)
 
 

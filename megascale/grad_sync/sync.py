@@ -373,7 +373,7 @@ class GradSync:
                 f"a gradient of {name!r} came while its main grad is in host memory, where offload() has moved it; "
                 "call optimizer.reload() before backward"
             )
-        if self._finished or bucket.started:
+        if self._finished or bucket_index < self._next:
             raise UsageError(
                 f"a gradient of {name!r} came after its bucket's reduction had begun: call zero_grad() before a "
                 "new step (of the optimizer that was given this GradSync, or GradSync.zero_()), use no_sync() for all "

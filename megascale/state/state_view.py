@@ -210,8 +210,7 @@ class StateView(_View[Any]):
             return value._sources[0].state
         own: defaultdict[Any, Any] = defaultdict(dict)
         taken = StateView([replace(self._sources[0], state=own)])
-        for key, entries in value.items():
-            taken[key] = entries
+        taken.update(value)
         return own
 
     def _find(self, key: object) -> LiveState | None:
