@@ -28,6 +28,7 @@ from megascale.utils import announce, call_site, validate
 from megascale.utils.calls import methods_outside_of_graphs, with_step_hooks
 from megascale.utils.collectives import raise_together, raising_together
 from megascale.utils.dtensors import to_local
+from megascale.utils.transfer import to_device_async
 
 if TYPE_CHECKING:
     from megascale.optimizer import MixedPrecisionOptimizer
@@ -203,11 +204,22 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
         Raises ArgumentTypeError for a loss that is no tensor: it has no gradients.
         """
-        return self.recipe.scale_loss(loss)
+        if not isinstance(loss, Tensor):
+            raise ArgumentTypeError(
+                f"loss must be a tensor with its graph, got {loss!r} of type {type(loss).__name__}; scale what the "
+                "loss function returned, not loss.item()"
+            )
+        self.recipe.overflows.losses.add(loss)
+        if self.grad_scaler is None:
+            return loss
+        scale = to_device_async(self.grad_scaler.scale.reshape(()), loss.device)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
 
     def get_loss_scale(self) -> Tensor:
         """Return the current scale: fp32, 0-d, on the device; 1 without a scaler."""
-        return self.recipe.get_loss_scale()
+        if self.grad_scaler is None:
+            return torch.ones((), dtype=torch.float32, device=self.device)
+        return self.grad_scaler.scale.reshape(()).clone()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) all gradients, those of ``grad_sync`` too, and a step that was prepared and not taken."""

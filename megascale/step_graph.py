@@ -143,7 +143,8 @@ def check_capturable(optimizer: Any) -> None:
         raise ArgumentTypeError(
             f"optimizer must be a MixedPrecisionOptimizer or a DistributedOptimizer, got {type(optimizer).__name__}"
         )
-    reason = optimizer.recipe.why_not_capturable()
+    members = optimizer.recipe.members
+    reason = next(filter(None, (member.why_not_capturable() for member in members)), None)
     device = optimizer.device
     if reason is None and not hasattr(torch.get_device_module(device), "CUDAGraph"):
         reason = f"its parameters are on {device}, which has no graphs: move the model to a GPU"

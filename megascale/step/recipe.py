@@ -28,9 +28,8 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megascale.errors import ArgumentTypeError, InnerStepError, UsageError, listed
+from megascale.errors import InnerStepError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Decision, Statistic
@@ -115,27 +114,6 @@ class StepRecipe:
         self.grad_scaler = grad_scaler
         self._times_asked = 0 if grad_scaler is None else grad_scaler.times_asked
 
-    # The loss
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return ``loss * scale`` in at least fp32, as fp16 could overflow. Without a scaler: the loss itself."""
-        if not isinstance(loss, Tensor):
-            raise ArgumentTypeError(
-                f"loss must be a tensor with its graph, got {loss!r} of type {type(loss).__name__}; scale what the "
-                "loss function returned, not loss.item()"
-            )
-        self.overflows.losses.add(loss)
-        if self.grad_scaler is None:
-            return loss
-        scale = to_device_async(self.grad_scaler.scale.reshape(()), loss.device)
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
-
-    def get_loss_scale(self) -> Tensor:
-        """Return the current scale: fp32, 0-d, on the device; 1 without a scaler."""
-        if self.grad_scaler is None:
-            return torch.ones((), dtype=torch.float32, device=self.device)
-        return self.grad_scaler.scale.reshape(()).clone()
-
     # Both halves
 
     def step(self, error: Exception | None = None) -> StepResult:
@@ -214,9 +192,9 @@ class StepRecipe:
         An error here is this rank's alone. Others wait for its gathers, so it takes part in them, and all ranks raise
         the error at the next step.
         """
-        ready, decision = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
         if (fault := self._check()) is not None:
             raise fault  # nobody waits for this rank yet, and the chain can still take its step
+        ready, decision = self._ready("step_with_ready_grads() needs prepare_grads() first; step() calls both")
         # With the gradients that are there now: no kernel is given an address that has moved.
         collected = [*map(StepMember.collect, self.members)]
         error = next((own.error for own in collected if own.error is not None), None)
@@ -395,10 +373,6 @@ class StepRecipe:
                     f"{name} was {value!r} when the step was captured into a graph, and is {settings.get(name)!r} now, "
                     "which replays do not read: set it back, or make a new StepGraph"
                 )
-
-    def why_not_capturable(self) -> str | None:
-        """Return why a step cannot be part of a device's graph; None where it can."""
-        return next(filter(None, (member.why_not_capturable() for member in self.members)), None)
 
     # Parts
 
