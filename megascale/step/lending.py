@@ -5,7 +5,7 @@ state that it makes is fp32. This is the one way in which code of a wrapped opti
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,22 +39,6 @@ def is_narrow(value: Any, param: MainParam) -> bool:
 
 
 @contextmanager
-def _replaceable_grad(param: Tensor) -> Iterator[None]:
-    """Let a gradient of the parameter's own dtype replace ``param.grad`` inside the context, and put it back after."""
-    grad, dtype = param.grad, param.grad_dtype
-    is_odd = grad is not None and grad.dtype != param.dtype
-    if is_odd:
-        param.grad_dtype = None
-    try:
-        yield
-    finally:
-        param.grad = None
-        if is_odd and grad is not None and grad.dtype == dtype:
-            param.grad_dtype = dtype
-        param.grad = grad
-
-
-@contextmanager
 def lent(
     optimizer: torch.optim.Optimizer, params: Sequence[MainParam], grads: Sequence[Tensor | None]
 ) -> Iterator[None]:
@@ -71,11 +55,13 @@ def lent(
     copies = [param for param in params if param.main is not param.model]
     listed, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     memory = [to_local(param.main) for param in params]
-    set_aside = ExitStack()
+    # Of fp32 parameters, which are their own main params, the gradient is set aside. It may have another dtype.
+    own = [(param.main, param.main.grad, param.main.grad_dtype) for param in params if param.main is param.model]
     try:
+        for main, before, _ in own:
+            if before is not None and before.dtype != main.dtype:
+                main.grad_dtype = None
         for param, grad in zip(params, grads, strict=True):
-            if param.main is param.model:
-                set_aside.enter_context(_replaceable_grad(param.model))
             param.main.grad = None if grad is None else dtensor_like(grad, param.main)
         # State is keyed by parameter: it moves to the key under which the optimizer looks for it.
         for param in copies:
@@ -87,13 +73,16 @@ def lent(
     finally:
         for param in params:
             param.main.grad = None
-        set_aside.close()
+        for main, before, dtype in own:
+            if before is not None and before.dtype == dtype:
+                main.grad_dtype = dtype
+            main.grad = before
         for param in copies:  # its step may have replaced its state
             if param.main in optimizer.state:
                 optimizer.state[param.model] = optimizer.state.pop(param.main)
-        for param, before in zip(params, memory, strict=True):
+        for param, place in zip(params, memory, strict=True):
             # `p.data = old`, as some optimizers write it, is a copy: main params stay where they are.
-            if (now := to_local(param.main)).data_ptr() != before.data_ptr():
-                held(param.main).data = before.copy_(now)
+            if (now := to_local(param.main)).data_ptr() != place.data_ptr():
+                held(param.main).data = place.copy_(now)
         for group, models in zip(optimizer.param_groups, listed, strict=True):
             group["params"] = models

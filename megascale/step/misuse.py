@@ -60,17 +60,13 @@ def scaler_conflict(
     scaler: MegatronGradScaler | None, stepping: Collection[torch.optim.Optimizer]
 ) -> UsageError | None:
     """Return an error if an optimizer that is not in ``stepping`` would update ``scaler`` too."""
-    if scaler is None or scaler.may_be_shared:
-        return None
-
-    def others() -> list[torch.optim.Optimizer]:
-        using = [user for user in _users[scaler] if getattr(user, "grad_scaler", None) is scaler]
-        return [user for user in using if all(user is not one for one in stepping)]
-
-    if not others():
+    if scaler is None or scaler.may_be_shared or len(_users[scaler]) == len(stepping):
         return None
     gc.collect()  # an optimizer that only a reference cycle keeps counts as dropped
-    if not (found := others()):
+    using = [user for user in _users[scaler] if getattr(user, "grad_scaler", None) is scaler]
+    _users[scaler] = WeakSet(using)
+    found = [user for user in using if all(user is not one for one in stepping)]
+    if not found:
         return None
     return UsageError(
         f"the grad scaler is shared with another {type(found[0]).__name__}, and each of its steps would update the "
