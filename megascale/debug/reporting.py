@@ -75,7 +75,7 @@ class OverflowReporter:
 
     def take(self) -> SeenGrads:
         """Take what was seen of gradients since the last step; called by the recorder."""
-        return self._watch.take().entries
+        return self._watch.take()
 
     def on_skip(self) -> None:
         """Report a skipped step; called by the recorder, on every rank alike."""

@@ -198,7 +198,7 @@ def _as_float16(part: Any) -> Mapping[str, Any]:
 
 def _groups_of(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the saved param groups that are readable; the conversion raises for others."""
-    inner = part.get("optimizer", part.get("optimizer_state_dict"))
+    inner = part.get("optimizer")
     groups = inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
     return [group for group in groups if isinstance(group, Mapping)]
 
