@@ -12,7 +12,7 @@ from megascale.config import MOMENT_DTYPES, SCALER_FIELDS, OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
 from megascale.grad_scaler import ConstantGradScaler, MegatronGradScaler
 from megascale.grad_sync.sync import GradSync
-from megascale.rules import ADAM, BY_KIND, BY_NAME, MUON, RULES, SECOND, kinds_without
+from megascale.rules import ADAM, BY_KIND, BY_NAME, RULES, SECOND, kinds_without
 from megascale.rules.options import values_of
 from megascale.step.misuse import BUILD_LAST
 from megascale.utils.dtensors import is_dtensor
@@ -143,17 +143,12 @@ def _check_meta(optimizer: torch.optim.Optimizer) -> None:
 def _check_offload(optimizer: torch.optim.Optimizer) -> None:
     """Raise ArgumentError for an optimizer that has no kernels, or whose kernels a host is too slow for."""
     rule, name = BY_KIND.get(type(optimizer)), type(optimizer).__name__
-    if rule is MUON:
-        raise ArgumentError(
-            f"optimizer_cpu_offload=True moves nothing of {name}, whose matrices a host orthogonalizes too slowly; "
-            "leave it False for it: build_optimizer() with optimizer='muon' moves what other parameters have"
-        )
-    if rule is None:
+    if rule is None or rule.kernel is None:
         kinds = either([kind.__name__ for kind, one in BY_KIND.items() if one.kernel is not None])
         raise ArgumentError(
-            f"optimizer_cpu_offload=True needs {kinds}, which have kernels for the host, got {name}, which runs its "
-            "own step(); leave it False, and move what the optimizer keeps by optimizer.offload() and reload() where "
-            "steps do not need it"
+            f"optimizer_cpu_offload=True needs {kinds}, which have kernels for the host, got {name}; leave it False, "
+            "and move what the optimizer keeps by optimizer.offload() and reload() where steps do not need it. "
+            "build_optimizer() with optimizer='muon' moves the state of all parameters but Muon's"
         )
 
 

@@ -154,13 +154,11 @@ class KernelState:
                 places = self._kept(param)
                 entry = dict(self._optimizer.state.get(param.model, {}))
                 given.append(_Given(param, entry, places, list(dict.fromkeys([*wanted, *places]))))
-        # All are checked before the first one changes: a refusal leaves the state as it was. And before any is cloned:
-        # a value that lies in a segment may come from another device.
+        # All are checked before the first one changes: a refusal leaves the state as it was. And values that lie in
+        # segments are cloned before any place is written: entries may have been exchanged.
         for param, entry, places, wanted in given:
             if any(entry.get(name) is not places.get(name) for name in {*wanted, *filter(is_scale, entry)}):
                 self._check(param, entry, wanted, segments, fills=fills)
-        # Values that lie in segments are cloned before any place is written: entries may have been exchanged.
-        for _, entry, places, wanted in given:
             for name, value in entry.items():
                 is_new = (name in wanted or is_scale(name)) and value is not places.get(name)
                 if is_new and isinstance(value, Tensor) and _storage(value) in segments:

@@ -21,7 +21,7 @@ def is_per_element(key: str, value: Tensor, param: Tensor) -> bool:
     return value.shape == param.shape and (value.dim() > 0 or key not in PER_PARAMETER)
 
 
-def widen(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: MainParam) -> None:
+def widen(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: MainParam, *, is_torchs: bool) -> None:
     """Convert, in its dict, the state that an optimizer made of a 16-bit model param to its main param's dtype.
 
     Of torch's optimizers all 16-bit tensors, and Python numbers, which older torch kept for ``step`` and the like, to
@@ -29,9 +29,9 @@ def widen(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: M
     parameter's dtype and shape: what else is 16-bit is so on purpose. Values that were rounded stay rounded, except
     Adagrad's initial accumulator before the first step: it is set anew.
     """
-    state, rounded, on_purpose = optimizer.state.get(param.model, {}), set[str](), param.narrow_state or ()
+    state, rounded = optimizer.state.get(param.model, {}), set[str]()
     for key, value in list(state.items()):
-        if not is_torchs(optimizer):
+        if not is_torchs:
             is_rounded = isinstance(value, Tensor) and (value.dtype, value.shape) == (
                 param.form.dtype,
                 param.main.shape,
@@ -41,15 +41,9 @@ def widen(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], param: M
         elif isinstance(value, Tensor) and key == "step" and value.numel() == 1 and not value.is_complex():
             state[key], is_rounded = value.reshape(()).to(torch.promote_types(value.dtype, torch.float32)), False
         else:
-            is_rounded = isinstance(value, Tensor) and value.dtype in HALF_DTYPES and key not in on_purpose
+            is_rounded = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
         if is_rounded:
             state[key] = value.to(param.main.dtype)
             rounded.add(key)
     if isinstance(optimizer, torch.optim.Adagrad) and "sum" in rounded and float(state["step"]) == 0:
         state["sum"] = torch.full_like(state["sum"], options["initial_accumulator_value"])
-
-
-def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is an optimizer of torch.optim, or a subclass of one."""
-    kinds = type(optimizer).__mro__
-    return any(kind.__module__.startswith("torch.optim") and kind is not torch.optim.Optimizer for kind in kinds)

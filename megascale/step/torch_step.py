@@ -24,7 +24,7 @@ from megascale.main_params.main_param import MainParam
 from megascale.rules import BY_KIND, KINDS
 from megascale.step.kernel_state import rate
 from megascale.step.lending import is_narrow, lent
-from megascale.step.torch_states import is_torchs, widen
+from megascale.step.torch_states import widen
 from megascale.step.update import MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import is_cut, to_local
 from megascale.utils.wording import either
@@ -75,8 +75,8 @@ class GeneralUpdate:
         for param in params:
             if not param.is_owned:
                 self.optimizer.state.pop(param.model, None)
-            elif is_torchs(self.optimizer) or (param.is_copy and param.narrow_state is None):
-                widen(self.optimizer, options, param)
+            elif self._is_torchs or (param.is_copy and param.narrow_state is None):
+                widen(self.optimizer, options, param, is_torchs=self._is_torchs)
         self._note_narrow_state(params)
 
     def _note_narrow_state(self, params: Sequence[MainParam]) -> None:
