@@ -81,7 +81,9 @@ class Alone(Ours):
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
-        backend, self.taken = self.optimizer.backend, 0.0
+        # Earlier commits, which may be measured beside this one, called it `backend`.
+        backend = getattr(self.optimizer, "_backend", None) or self.optimizer.backend  # type: ignore[attr-defined]
+        self.taken = 0.0
         adam = backend.adam_
 
         def timed(*given: Any) -> Any:

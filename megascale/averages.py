@@ -95,7 +95,7 @@ class AveragedMainParams:
         self._owners = _owners(optimizer)
         self._num_main_params = _count(self._owners)
         self._outcomes = StepOutcomes(optimizer)
-        self._group = optimizer.groups.grad_stats if isinstance(optimizer, MegascaleOptimizer) else None
+        self._group = optimizer._groups.grad_stats if isinstance(optimizer, MegascaleOptimizer) else None
         sources = _sources(model, self._owners)
         self._params = RunningAverages([to_local(source.value()) for _, _, source in sources])
         self._entries = [
@@ -275,7 +275,7 @@ class AveragedMainParams:
 def _owners(optimizer: torch.optim.Optimizer) -> list[MainParams]:
     """Return the MainParams of an optimizer. A torch optimizer's parameters are their own main params."""
     if isinstance(optimizer, MegascaleOptimizer):  # with main params of newly unfrozen parameters
-        return [live.main_params for live in optimizer.live_states()]
+        return [live.main_params for live in optimizer._live_states()]
     halves = [p.dtype for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF_DTYPES]
     if halves:
         raise ArgumentError(

@@ -39,23 +39,24 @@ class MegascaleOptimizer(torch.optim.Optimizer):
     """The step, the loss scale and the state dict of every optimizer here; of a chain, those of all its members.
 
     Attributes:
-        recipe: orders the parts of a step, for one member or several.
-        config, groups, device: of the first member; those that a decision depends on are the same in all.
+        config: of the first member; what a decision depends on is the same in all.
+        _recipe: orders the parts of a step, for one member or several.
+        _groups, _device: of the first member.
     """
 
     _constructed = False
     config: OptimizerConfig
-    groups: ParallelGroups
-    device: torch.device
-    recipe: StepRecipe
+    _groups: ParallelGroups
+    _device: torch.device
+    _recipe: StepRecipe
 
-    def parts(self) -> "list[MixedPrecisionOptimizer]":
+    def _parts(self) -> "list[MixedPrecisionOptimizer]":
         """Return the optimizers that hold the parameters: a chain's members, or the optimizer itself."""
         raise NotImplementedError
 
     def _settings_error(self) -> UsageError | None:
         """Return an error if what was set since the last step does not fit together."""
-        return misuse.scaler_conflict(self.recipe.grad_scaler, (self,))
+        return misuse.scaler_conflict(self._recipe.grad_scaler, (self,))
 
     # The step
 
@@ -77,7 +78,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
-        return self.recipe.step(self._settings_error())
+        return self._recipe.step(self._settings_error())
 
     @torch.no_grad()
     def prepare_grads(self) -> Tensor:
@@ -91,12 +92,12 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         and `found_inf` stay those that were measured here. A second call raises UsageError if neither the step was
         taken nor :meth:`zero_grad` called.
         """
-        return self.recipe.prepare(self._settings_error()).found_inf
+        return self._recipe.prepare(self._settings_error()).found_inf
 
     @property
-    def decision(self) -> Decision | None:
+    def _decision(self) -> Decision | None:
         """What :meth:`prepare_grads` decided, until :meth:`step_with_ready_grads` carries it out; else None."""
-        return self.recipe.decision
+        return self._recipe.decision
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -125,7 +126,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         if norm_type != 2:
             raise ArgumentError(f"norm_type must be 2, the norm that the optimizer clips by, got {norm_type!r}")
         limit = 0.0 if max_norm == math.inf else validate.positive("max_norm", max_norm)
-        return self.recipe.prepare(self._settings_error(), limit).grad_norm
+        return self._recipe.prepare(self._settings_error(), limit).grad_norm
 
     @torch.no_grad()
     def clip_grad_value_(self, max_value: float) -> None:
@@ -134,41 +135,41 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         Call it between :meth:`prepare_grads` and :meth:`step_with_ready_grads`; the gradients stay scaled. Elementwise,
         as ``torch.nn.utils.clip_grad_value_``; a step with non-finite gradients is skipped as without it.
         """
-        self.recipe.clip_values_(validate.positive("max_value", max_value))
+        self._recipe.clip_values_(validate.positive("max_value", max_value))
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> StepResult:
         """Second half of a step: update main params, optimizer state and model params, where the step lands."""
-        return self.recipe.apply()
+        return self._recipe.apply()
 
     @property
     def num_skipped_steps(self) -> Tensor:
         """Skipped steps, those before a load too: int64, 0-d, on the device."""
-        return self.recipe.members[0].counter.skipped
+        return self._recipe.members[0].counter.skipped
 
     @property
     def num_landed_steps(self) -> Tensor:
         """Steps that landed, those before a load too: int64, 0-d, on the device."""
-        return self.recipe.members[0].counter.landed
+        return self._recipe.members[0].counter.landed
 
     @property
     def grad_scaler(self) -> MegatronGradScaler | None:
         """The scaler of the loss. May be set between steps, on all ranks alike; it is moved to :attr:`device`."""
-        return self.recipe.grad_scaler
+        return self._recipe.grad_scaler
 
     @grad_scaler.setter
     def grad_scaler(self, value: MegatronGradScaler | None) -> None:
         check_grad_scaler(value)
-        for part in self.parts():
+        for part in self._parts():
             require_scaler(part.config, value)
         if value is not None:
-            if self.device.type != "meta":  # a move to meta would erase its state
-                value.to(self.device)
-            value.backend = self.parts()[0].backend
-            for part in self.parts():
+            if self._device.type != "meta":  # a move to meta would erase its state
+                value.to(self._device)
+            value.backend = self._parts()[0]._backend
+            for part in self._parts():
                 misuse.record_user(part, value)
-        for one in (self, *self.parts()):
-            one.recipe.set_grad_scaler(value)
+        for one in (self, *self._parts()):
+            one._recipe.set_grad_scaler(value)
 
     @property
     def clip_grad(self) -> float:
@@ -177,13 +178,13 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         May be set between steps, to the same number on all ranks. A captured graph keeps the number it was captured
         with.
         """
-        return self.recipe.clip_grad
+        return self._recipe.clip_grad
 
     @clip_grad.setter
     def clip_grad(self, value: float) -> None:
         limit = validate.non_negative("clip_grad", value)
-        for one in (self, *self.parts()):
-            one.recipe.clip_grad = limit
+        for one in (self, *self._parts()):
+            one._recipe.clip_grad = limit
 
     def last_overflow(self, *, gather: bool = False) -> OverflowReport | None:
         """Return which gradients held inf or NaN in the last step that was skipped; None if none was.
@@ -195,7 +196,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             gather: report the gradients of all ranks. All of ``groups.grad_stats`` call it together. False: this
                 rank's; those of all ranks where they are known already.
         """
-        return self.recipe.overflows.last(gather=validate.flag("gather", gather))
+        return self._recipe.overflows.last(gather=validate.flag("gather", gather))
 
     # The loss
 
@@ -209,7 +210,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
                 f"loss must be a tensor with its graph, got {loss!r} of type {type(loss).__name__}; scale what the "
                 "loss function returned, not loss.item()"
             )
-        self.recipe.overflows.losses.add(loss)
+        self._recipe.overflows.losses.add(loss)
         if self.grad_scaler is None:
             return loss
         scale = to_device_async(self.grad_scaler.scale.reshape(()), loss.device)
@@ -218,16 +219,16 @@ class MegascaleOptimizer(torch.optim.Optimizer):
     def get_loss_scale(self) -> Tensor:
         """Return the current scale: fp32, 0-d, on the device; 1 without a scaler."""
         if self.grad_scaler is None:
-            return torch.ones((), dtype=torch.float32, device=self.device)
+            return torch.ones((), dtype=torch.float32, device=self._device)
         return self.grad_scaler.scale.reshape(()).clone()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) all gradients, those of ``grad_sync`` too, and a step that was prepared and not taken."""
-        for member in self.recipe.members:
+        for member in self._recipe.members:
             member.require_not_lent("zero_grad()")
         super().zero_grad(set_to_none)
-        self.recipe.discard_prepared()
-        for member in self.recipe.members:
+        self._recipe.discard_prepared()
+        for member in self._recipe.members:
             if member.grad_sync is not None:
                 member.grad_sync.zero_()
 
@@ -254,8 +255,8 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             MainParamOverflowError: as :meth:`step`.
             RankError: on every rank, if the body has raised on one of several.
         """
-        members, parts = self.recipe.members, self.parts()
-        with lent_main_params(self.recipe, members, self._settings_error(), with_grads=True) as dropped:
+        members, parts = self._recipe.members, self._parts()
+        with lent_main_params(self._recipe, members, self._settings_error(), with_grads=True) as dropped:
             inner = [part.optimizer for part in parts]
             yield inner[0] if parts == [self] else tuple(inner)
         for member, part in zip(members, parts, strict=True):
@@ -274,11 +275,11 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         self._call_wrapped("eval")
 
     def _call_wrapped(self, name: str) -> None:
-        pairs = zip(self.recipe.members, self.parts(), strict=True)
+        pairs = zip(self._recipe.members, self._parts(), strict=True)
         methods = [(member, getattr(part.optimizer, name, None)) for member, part in pairs]
         found = [(member, method) for member, method in methods if callable(method)]
         if found:
-            with lent_main_params(self.recipe, [member for member, _ in found], None, with_grads=False):
+            with lent_main_params(self._recipe, [member for member, _ in found], None, with_grads=False):
                 for _, method in found:
                     method()
 
@@ -288,9 +289,9 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         What is written into them reaches the model with the next step, or by :meth:`copy_main_params_to_model` at once.
         With ``store_param_remainders`` those of 16-bit parameters are decoded copies, which nobody reads back.
         """
-        for member in self.recipe.members:
+        for member in self._recipe.members:
             member.sync_from_model()
-        return ((param.name, param.value()) for member in self.recipe.members for param in member.main_params)
+        return ((param.name, param.value()) for member in self._recipe.members for param in member.main_params)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
@@ -299,12 +300,12 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         Weights written in place through torch (``load_state_dict``, ``copy_``) are detected at the next step without
         this call; writes through ``param.data`` or raw memory are not.
         """
-        for member in self.recipe.members:
+        for member in self._recipe.members:
             member.sync_from_model()
             for param in member.main_params:
                 if param.is_copy:
                     param.reload()
-        self.recipe.reset_errors()
+        self._recipe.reset_errors()
 
     @torch.no_grad()
     def copy_main_params_to_model(self) -> None:
@@ -318,14 +319,14 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         Raises MainParamOverflowError or UsageError, on every rank alike with nothing rounded, for a main param that
         rounds to inf in fp16, and between :meth:`offload` and :meth:`reload`.
         """
-        with raising_together(self.groups.grad_stats):
-            for member in self.recipe.members:
+        with raising_together(self._groups.grad_stats):
+            for member in self._recipe.members:
                 member.main_params.residence.require_here("copy_main_params_to_model()")
                 member.sync_from_model()
                 for param in member.main_params:
                     if param.is_copy and param.remainder is None:
                         check_fits_model(param.name, param.main, param.model)
-        for member in self.recipe.members:
+        for member in self._recipe.members:
             for param in member.main_params:
                 if param.is_copy and param.remainder is None:
                     param.store(to_local(param.main))
@@ -339,7 +340,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         else that reads weights, as a copy of the model does, or writes them: weights that arrive later replace what was
         written, and the next step refuses such a write.
         """
-        for member in self.recipe.members:
+        for member in self._recipe.members:
             member.main_params.wait()
 
     def offload(self, *, pin: bool = True) -> None:
@@ -350,12 +351,12 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         Raises UsageError, with nothing moved, for too little host memory, or a step that is under way.
         """
         validate.flag("pin", pin)
-        for member in self.recipe.members:
+        for member in self._recipe.members:
             member.offload(pin=pin)
 
     def reload(self) -> None:
         """Bring back what :meth:`offload` moved, if it did. Weights loaded into the model meanwhile count as always."""
-        for member in self.recipe.members:
+        for member in self._recipe.members:
             member.reload()
 
     # State
@@ -372,9 +373,9 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             InnerStepError: the last update failed in host memory, so that main params may be updated in part. It is
                 raised once; with ``copy=True`` on every rank, with ``copy=False`` on this one.
         """
-        return self.pack(copy=copy)
+        return self._pack(copy=copy)
 
-    def pack(self, *, copy: bool, decode: bool = True, to_load: bool = False) -> dict[str, Any]:
+    def _pack(self, *, copy: bool, decode: bool = True, to_load: bool = False) -> dict[str, Any]:
         """Return the state dict. ``decode``: False leaves remainders, int16, in place of the main params held so.
 
         Such a state dict is for a checkpoint, which saves the weights beside it: ``load_state_dict`` needs fp32.
@@ -384,12 +385,12 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         try:
             for pre_hook in self._optimizer_state_dict_pre_hooks.values():
                 pre_hook(self)
-            for member in self.recipe.members:
+            for member in self._recipe.members:
                 member.sync_to_pack(to_load=to_load)
         except Exception as caught:  # whatever it is: other ranks wait
             error = caught
         if copy:
-            for member in self.recipe.members:
+            for member in self._recipe.members:
                 member.main_params.agree(error)
         elif error is not None:
             raise error
@@ -417,13 +418,13 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             RankError, or another: of a hook; all ranks raise it. After that of a post hook all is loaded. After one
                 while values are copied, as of memory, a part is: load again.
         """
-        require_values(self.device)
+        require_values(self._device)
         planned: list[tuple[LiveState, Plan]] = []
         # Nothing changes in here. To load may communicate, and no rank must be missing in it.
-        with raising_together(self.groups.grad_stats):
+        with raising_together(self._groups.grad_stats):
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = pre_hook(self, state_dict) or state_dict
-            parts = self.live_parts(state_dict, strict)
+            parts = self._live_parts(state_dict, strict)
             planned = [(live, live.plan(part, strict=strict)) for live, part in parts]
         error: Exception | None = None
         for live, plan in planned:
@@ -431,29 +432,29 @@ class MegascaleOptimizer(torch.optim.Optimizer):
                 live.apply(plan)
             except Exception as caught:  # the optimizers of a chain that follow gather weights, for which others wait
                 error = error or caught
-        raise_together(error, self.groups.grad_stats)
-        self.recipe.start_anew(is_whole=strict)
+        raise_together(error, self._groups.grad_stats)
+        self._recipe.start_anew(is_whole=strict)
         # Of a chain, and of every rank, they are the same.
         if (
             remarks := dict.fromkeys(remark for _, plan in planned for remark in plan.remarks)
         ) and announce.is_first_rank():
             call_site.warn(f"load_state_dict() takes moments and options as they were saved; {'; '.join(remarks)}")
-        with raising_together(self.groups.grad_stats):
+        with raising_together(self._groups.grad_stats):
             for post_hook in self._optimizer_load_state_dict_post_hooks.values():
                 post_hook(self)
 
-    def live_states(self) -> list[LiveState]:
+    def _live_states(self) -> list[LiveState]:
         """Return the live state of each optimizer that steps here, with the model's changes taken over."""
-        for member in self.recipe.members:
+        for member in self._recipe.members:
             member.sync_from_model()
-        return [part.live_state() for part in self.parts()]
+        return [part._live_state() for part in self._parts()]
 
-    def live_parts(self, state_dict: Any, strict: bool) -> list[tuple[LiveState, Mapping[str, Any]]]:
+    def _live_parts(self, state_dict: Any, strict: bool) -> list[tuple[LiveState, Mapping[str, Any]]]:
         """Return each of :meth:`live_states` and its part of a state dict of any layout: in ours, under live names.
 
         Raises StateDictError.
         """
-        lives = self.live_states()
+        lives = self._live_states()
         require_one_layout(state_dict)
         # Torch's own keys at the top, and not ours: of a torch optimizer, or of torch.distributed.checkpoint.
         if isinstance(state_dict, Mapping) and "param_groups" in state_dict and "optimizer" not in state_dict:
@@ -470,7 +471,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         if not self._constructed:
             return object.__repr__(self)
-        return described(type(self).__name__, self.recipe)
+        return described(type(self).__name__, self._recipe)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(

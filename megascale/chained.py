@@ -53,25 +53,27 @@ class ChainedOptimizer(MegascaleOptimizer):
         _check(self.optimizers, clip_alike=limit is None)
         first = self.optimizers[0]
         self.config = first.config
-        self.groups = first.groups
-        self.device = first.device
-        members = [member for optimizer in self.optimizers for member in optimizer.recipe.members]
-        are_scaled = all(optimizer.recipe.grads_are_scaled for optimizer in self.optimizers)
-        self.recipe = StepRecipe(members, self.groups, first.grad_scaler, first.clip_grad, grads_are_scaled=are_scaled)
+        self._groups = first._groups
+        self._device = first._device
+        members = [member for optimizer in self.optimizers for member in optimizer._recipe.members]
+        are_scaled = all(optimizer._recipe.grads_are_scaled for optimizer in self.optimizers)
+        self._recipe = StepRecipe(
+            members, self._groups, first.grad_scaler, first.clip_grad, grads_are_scaled=are_scaled
+        )
         for optimizer in self.optimizers:
             # Loading into one member clears the errors of the whole chain.
-            optimizer.recipe.errors = self.recipe.errors
-            optimizer.recipe.overflows, optimizer.recipe.observers = self.recipe.overflows, self.recipe.observers
+            optimizer._recipe.errors = self._recipe.errors
+            optimizer._recipe.overflows, optimizer._recipe.observers = self._recipe.overflows, self._recipe.observers
         for member in members:
-            member.chain = ref(self.recipe)
+            member.chain = ref(self._recipe)
         super().__init__(self.param_groups, {})
         self._constructed = True
         self._names()
         if limit is not None:
             self.clip_grad = limit
 
-    def parts(self) -> list[MixedPrecisionOptimizer]:
-        """Return its members; see :meth:`MegascaleOptimizer.parts`."""
+    def _parts(self) -> list[MixedPrecisionOptimizer]:
+        """Return its members; see :meth:`MegascaleOptimizer._parts`."""
         return self.optimizers
 
     @override
@@ -82,7 +84,7 @@ class ChainedOptimizer(MegascaleOptimizer):
                     f"optimizers[{index}].clip_grad was set to {optimizer.clip_grad}, the ChainedOptimizer clips all "
                     f"gradients by one norm, to {self.clip_grad}; set ChainedOptimizer.clip_grad"
                 )
-        return scaler_conflict(self.recipe.grad_scaler, self.optimizers)
+        return scaler_conflict(self._recipe.grad_scaler, self.optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -97,9 +99,9 @@ class ChainedOptimizer(MegascaleOptimizer):
     @property
     def state(self) -> Any:
         """The state of all optimizers, by model param; see :attr:`MixedPrecisionOptimizer.state`."""
-        for member in self.recipe.members if self._constructed else ():
+        for member in self._recipe.members if self._constructed else ():
             member.main_params.wait()
-        return StateView([optimizer.live_state() for optimizer in self.optimizers])
+        return StateView([optimizer._live_state() for optimizer in self.optimizers])
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -123,11 +125,11 @@ class ChainedOptimizer(MegascaleOptimizer):
 
     @override
     def _packed(self, *, copy: bool, decode: bool, to_load: bool) -> dict[str, Any]:
-        return _joined([one.pack(copy=copy, decode=decode, to_load=to_load) for one in self.optimizers])
+        return _joined([one._pack(copy=copy, decode=decode, to_load=to_load) for one in self.optimizers])
 
     def _names(self) -> list[list[str]]:
         """Return each optimizer's parameter names. Raises ArgumentError if two share one."""
-        names = [optimizer.param_names() for optimizer in self.optimizers]
+        names = [optimizer._param_names() for optimizer in self.optimizers]
         twice = [name for name, count in Counter(chain.from_iterable(names)).items() if count > 1]
         if twice:
             raise ArgumentError(
@@ -186,24 +188,24 @@ def _check(optimizers: Sequence[Any], *, clip_alike: bool) -> None:
             )
     first = optimizers[0]
     deciding = [f"config.{one.name}" for one in fields(DecisionConfig)]
-    alike = ["device", *(["clip_grad"] if clip_alike else []), *deciding]
+    alike = ["_device", *(["clip_grad"] if clip_alike else []), *deciding]
     for index, optimizer in enumerate(optimizers):
         for what in alike:
             mine, theirs = map(attrgetter(what), (optimizer, first))
             if mine != theirs:
                 raise ArgumentError(
-                    f"optimizers[{index}] has {what}={mine}, optimizers[0] has {theirs}; make them equal"
+                    f"optimizers[{index}] has {what.lstrip('_')}={mine}, optimizers[0] has {theirs}; make them equal"
                 )
         if optimizer.grad_scaler is not first.grad_scaler:
             raise ArgumentError(
                 f"optimizers[{index}] has another grad scaler than optimizers[0]; pass the same object to each, as "
                 "there is one scale"
             )
-        if optimizer.groups.grad_stats != first.groups.grad_stats:
+        if optimizer._groups.grad_stats != first._groups.grad_stats:
             raise ArgumentError(
                 f"optimizers[{index}] has another groups.grad_stats than optimizers[0]; all must take one decision"
             )
-    if any(one.recipe.overflows.listener is not None for one in optimizers):
+    if any(one._recipe.overflows.listener is not None for one in optimizers):
         raise ArgumentError(
             "report_overflows() reports on one of the optimizers: call remove() of what it returned, and "
             "report_overflows() on the chain, which tells of all"

@@ -91,36 +91,38 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         misuse.check_unwrapped(optimizer)
         self.optimizer = optimizer
         self.config = config_for(optimizer, config, clip_grad)
-        self.groups = ParallelGroups.of(groups)
+        self._groups = ParallelGroups.of(groups)
         require_scaler(self.config, grad_scaler)
         check_policy(optimizer, grad_scaler)
         main_params.stores_remainders = self.config.store_param_remainders
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._constructed = True
 
-        self.device = device_of(optimizer)
-        main_params.live_in_host_memory(self.config, self.device)
-        self.backend = select_backend(self.config.backend, self.device)
+        self._device = device_of(optimizer)
+        main_params.live_in_host_memory(self.config, self._device)
+        self._backend = select_backend(self.config.backend, self._device)
         self._member = StepMember(
             optimizer,
             self.config,
-            self.groups,
-            self.backend,
-            self.device,
+            self._groups,
+            self._backend,
+            self._device,
             main_params,
             grad_sync,
             replicas_may_differ=validate.flag("replicas_may_differ", replicas_may_differ),
         )
         are_scaled = validate.flag("grads_are_scaled", grads_are_scaled)
-        self.recipe = StepRecipe([self._member], self.groups, None, self.config.clip_grad, grads_are_scaled=are_scaled)
+        self._recipe = StepRecipe(
+            [self._member], self._groups, None, self.config.clip_grad, grads_are_scaled=are_scaled
+        )
         self._replicas_may_differ = replicas_may_differ
         self._require_same(0)
         self._member.sync_from_model()
         misuse.record(self, optimizer)
         keep_loaded_state(self, optimizer)
         self.grad_scaler = grad_scaler
-        if self.device.type != "meta":
-            announce.on_first_rank(lambda: summary(type(self).__name__, self.recipe))
+        if self._device.type != "meta":
+            announce.on_first_rank(lambda: summary(type(self).__name__, self._recipe))
 
     def _require_same(self, first: int) -> None:
         """Raise ArgumentError on all ranks if trainable parameters of the param groups from ``first`` on, or the
@@ -136,18 +138,18 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
             own = {names[id(param)]: param for param in group["params"] if param.requires_grad}
             trained |= own
             group_of |= dict.fromkeys(own, index)
-        require_same(trained.items(), self.groups, group_of, values_may_differ=self._replicas_may_differ)
+        require_same(trained.items(), self._groups, group_of, values_may_differ=self._replicas_may_differ)
 
     def _make_main_params(self, named: Iterable[tuple[str, Tensor]]) -> MainParams:
         """Return the MainParams; here every rank has all of them. ``named``: parameters that were given names."""
         return MainParams(named)
 
-    def parts(self) -> "list[MixedPrecisionOptimizer]":
-        """Return the optimizer itself; see :meth:`MegascaleOptimizer.parts`."""
+    def _parts(self) -> "list[MixedPrecisionOptimizer]":
+        """Return the optimizer itself; see :meth:`MegascaleOptimizer._parts`."""
         return [self]
 
     @property
-    def reduces_in_backward(self) -> bool:
+    def _reduces_in_backward(self) -> bool:
         """Whether our hooks reduce gradients during backward."""
         return self._member.grad_sync is not None
 
@@ -167,12 +169,12 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         if not self._constructed:
             return self.optimizer.state
         self._member.main_params.wait()
-        return StateView([self.live_state()])
+        return StateView([self._live_state()])
 
     @state.setter
     def state(self, value: Any) -> None:
         if self._constructed:
-            self.optimizer.state = StateView([self.live_state()]).held_for(value)
+            self.optimizer.state = StateView([self._live_state()]).held_for(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group of model params (or of (name, param) pairs). Main params are made at once.
@@ -211,15 +213,15 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
             f"{listed([param.name for param in self._member.main_params])}"
         )
 
-    def param_names(self) -> list[str]:
+    def _param_names(self) -> list[str]:
         """Return the names of all parameters, in the order of ``param_groups``."""
         return list(self._member.main_params.names(self.param_groups).values())
 
     @override
     def _packed(self, *, copy: bool, decode: bool, to_load: bool) -> dict[str, Any]:
-        return self.live_state().pack(copy=copy, decode=decode)
+        return self._live_state().pack(copy=copy, decode=decode)
 
-    def live_state(self) -> LiveState:
+    def _live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
         member = self._member
         mains, state = member.main_params, self.optimizer.state

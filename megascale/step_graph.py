@@ -58,7 +58,7 @@ class StepGraph:
     ) -> None:
         validate.integer("warmup", warmup, minimum=1)
         check_capturable(optimizer)
-        if forward_backward is None and optimizer.reduces_in_backward:
+        if forward_backward is None and optimizer._reduces_in_backward:
             raise UsageError(
                 "the step alone cannot be captured into a graph: its gradients are reduced by hooks in backward; give "
                 "forward_backward"
@@ -66,8 +66,8 @@ class StepGraph:
         self.output: Any = None
         self._optimizer = optimizer
         self._forward_backward = forward_backward
-        device = optimizer.device
-        optimizer.recipe.discard_prepared()  # of prepare_grads(): the graph holds a whole step
+        device = optimizer._device
+        optimizer._recipe.discard_prepared()  # of prepare_grads(): the graph holds a whole step
         self._module = torch.get_device_module(device)
         # An fp64 tensor of its own on the device for each group, as kernels read it.
         self._rates = [torch.empty((), dtype=torch.float64, device=device) for _ in optimizer.param_groups]
@@ -83,7 +83,7 @@ class StepGraph:
         with self._module.stream(stream):
             for _ in range(warmup):
                 self._run_forward_backward()
-                optimizer.recipe.rehearse()
+                optimizer._recipe.rehearse()
         self._module.current_stream(device).wait_stream(stream)
         self._grads = self._grad_pointers()
         if self._forward_backward is None:
@@ -93,7 +93,7 @@ class StepGraph:
         with self._module.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self.output = self._run_forward_backward()
             self._result = optimizer.step()
-        self._captured, self._held = optimizer.recipe.captured(), held_for_graph()
+        self._captured, self._held = optimizer._recipe.captured(), held_for_graph()
 
     def replay(self) -> StepResult:
         """Run the step. Returns the same tensors each time, with the values of this replay.
@@ -106,13 +106,13 @@ class StepGraph:
         """
         self._place_rates()
         have_moved = self._grad_pointers() != self._grads
-        self._optimizer.recipe.before_replay(self._captured, all_of_it=have_moved)
+        self._optimizer._recipe.before_replay(self._captured, all_of_it=have_moved)
         if have_moved:
             raise UsageError(
                 "gradients have moved since the graph was captured; keep them in place: zero_grad(set_to_none=False)"
             )
         self._graph.replay()
-        self._optimizer.recipe.after_replay(self._captured)
+        self._optimizer._recipe.after_replay(self._captured)
         return self._result
 
     def _place_rates(self) -> None:
@@ -143,12 +143,12 @@ def check_capturable(optimizer: Any) -> None:
         raise ArgumentTypeError(
             f"optimizer must be a MixedPrecisionOptimizer or a DistributedOptimizer, got {type(optimizer).__name__}"
         )
-    members = optimizer.recipe.members
+    members = optimizer._recipe.members
     reason = next(filter(None, (member.why_not_capturable() for member in members)), None)
-    device = optimizer.device
+    device = optimizer._device
     if reason is None and not hasattr(torch.get_device_module(device), "CUDAGraph"):
         reason = f"its parameters are on {device}, which has no graphs: move the model to a GPU"
-    if reason is None and not runs_on_streams(optimizer.groups.grad_stats, device):
+    if reason is None and not runs_on_streams(optimizer._groups.grad_stats, device):
         reason = "its process group's backend runs on the host: use NCCL"
     if reason is None and is_capturing(device):
         reason = "another capture is under way"

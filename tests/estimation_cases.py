@@ -80,7 +80,7 @@ def measure(
 
 def _syncs(wrapped: MixedPrecisionOptimizer | ChainedOptimizer) -> list[Any]:
     """Return the GradSync of the optimizer, or of each of a chain, where there is one."""
-    found = [getattr(one, "grad_sync", None) for one in wrapped.parts()]
+    found = [getattr(one, "grad_sync", None) for one in wrapped._parts()]
     return [sync for sync in found if sync is not None]
 
 
@@ -115,8 +115,8 @@ def _build(
 def _held(module: nn.Module, wrapped: MixedPrecisionOptimizer | ChainedOptimizer) -> dict[str, int]:
     params = [to_local(param) for param in module.parameters()]
     weights = {param.untyped_storage().data_ptr() for param in params}
-    state = [to_local(value) for one in wrapped.parts() for value in tensors_in(one.optimizer.state)]
-    memories = [to_local(param.memory) for one in wrapped.parts() for param in one.live_state().main_params]
+    state = [to_local(value) for one in wrapped._parts() for value in tensors_in(one.optimizer.state)]
+    memories = [to_local(param.memory) for one in wrapped._parts() for param in one._live_state().main_params]
     return {
         "model params": storage_bytes(params),
         "gradients": storage_bytes(to_local(p.grad) for p in module.parameters() if p.grad is not None),

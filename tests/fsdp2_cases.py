@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+from megascale.utils.collectives import full_tensor
 from tests.meshes import mesh_of
 from tests.training import bits_equal
 
@@ -160,7 +160,7 @@ def train(
 
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor, on every rank."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return full_tensor(tensor.detach()).clone()
 
 
 def whole_state(optimizer: Any) -> dict[str, Any]:

@@ -112,8 +112,8 @@ def uses(package: Path) -> dict[str, set[str]]:
     defined = {path: _defined(tree) for path, tree in trees.items()}
     everywhere = set().union(*defined.values())
     for path, tree in trees.items():
-        # Files of one folder may know one another's private names; any file inherits from any.
-        own = set().union(*(names for other, names in defined.items() if other.parent == path.parent))
+        # Files of one folder may know one another's private names, and all those of an optimizer; any inherits from any.
+        own = set().union(*(names for other, names in defined.items() if other.parent in (path.parent, package)))
         own |= _of_self(tree) & everywhere
         names = {name for name in _named(tree) if "." in name or name not in own} | set(_inherited(tree))
         for name in names - set().union(*OTHERS.values()):

@@ -21,7 +21,7 @@ class Megascale:
     def reduce(self) -> None:
         """See :class:`peers.given.Contender`."""
         self.optimizer.zero_grad()
-        self.optimizer.scale_loss(self.model(torch.zeros((), device=self.optimizer.device))).backward()
+        self.optimizer.scale_loss(self.model(torch.zeros_like(self.optimizer.get_loss_scale()))).backward()
         self.grad_sync.finish()
 
     def step(self) -> None:

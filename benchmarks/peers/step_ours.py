@@ -45,7 +45,7 @@ class Megascale:
                     raise
                 raise UnavailableError(f"not available: {error}") from error
         self.setup_seconds = time.perf_counter() - start
-        self.backend_name = self.optimizer.backend.name
+        self.backend_name = (getattr(self.optimizer, "_backend", None) or self.optimizer.backend).name  # type: ignore[attr-defined]
         if asked not in ("auto", self.backend_name):
             reason = "; ".join(str(warning.message) for warning in caught)
             raise UnavailableError(reason or f"not available: {self.backend_name!r} is taken in its place")

@@ -102,7 +102,13 @@ def _list_tensors(folder: Path) -> None:
 
 
 def _size(folder: Path) -> str:
-    return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 1e6:,.1f} MB"
+    """Return the bytes of a folder's files in the unit that leaves one to three digits before the point."""
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    if size < 1000:
+        return f"{size} B"
+    amounts = [(size / 1024**power, unit) for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)]
+    amount, unit = next((one for one in amounts if one[0] < 1000), amounts[-1])
+    return f"{amount:.1f} {unit}"
 
 
 if __name__ == "__main__":

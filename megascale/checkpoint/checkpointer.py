@@ -161,7 +161,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         with raise_on_all_ranks("collect the state", self._group):
             validate.integer("step", step, minimum=0)
             check_types(model, optimizer)
-            lives = [] if optimizer is None else optimizer.live_states()
+            lives = [] if optimizer is None else optimizer._live_states()
         for live in lives:
             live.share_forms()
         collected: list[tuple[Contents, dict[Place, Tensor]]] = []

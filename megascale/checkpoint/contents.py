@@ -37,17 +37,17 @@ class SavedOptimizer(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Load on all ranks, or raise the same error on all with nothing changed."""
 
-    def pack(self, *, copy: bool, decode: bool = True, to_load: bool = False) -> dict[str, Any]:
+    def _pack(self, *, copy: bool, decode: bool = True, to_load: bool = False) -> dict[str, Any]:
         """Return the state dict, with ``decode=False`` with remainders in place of the main params held so.
 
         ``to_load``: its values are about to be replaced, so that no update that failed is an error.
         """
 
-    def live_states(self) -> list[LiveState]:
+    def _live_states(self) -> list[LiveState]:
         """Return the live state of each optimizer that steps here: several of a chain."""
 
-    def live_parts(self, state_dict: Any, strict: bool) -> list[tuple[LiveState, Mapping[str, Any]]]:
-        """Return each of :meth:`live_states` and its part of a state dict. Raises StateDictError."""
+    def _live_parts(self, state_dict: Any, strict: bool) -> list[tuple[LiveState, Mapping[str, Any]]]:
+        """Return each of :meth:`_live_states` and its part of a state dict. Raises StateDictError."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ def collect(
     if optimizer is not None:
         shards = shards_of(optimizer)
         parts["model"] = {name: shards.get(id(value), value) for name, value in weights.items()}
-        packed = parts["optimizer"] = optimizer.pack(copy=False, decode=False)
+        packed = parts["optimizer"] = optimizer._pack(copy=False, decode=False)
         names = names_in(packed, optimizer)
         of_optimizer = {name: names[id(value)] for name, value in weights.items() if id(value) in names}
         _require_weights(packed["main_params"], set(of_optimizer.values()))
@@ -157,7 +157,7 @@ def model_state(model: nn.Module, shards: Mapping[int, ParamShard] | None = None
 
 def shards_of(optimizer: SavedOptimizer) -> dict[int, ParamShard]:
     """Return, by id of the parameter, the part that this rank keeps of each sharded model param, live."""
-    return {key: shard for live in optimizer.live_states() for key, shard in live.main_params.model_shards().items()}
+    return {key: shard for live in optimizer._live_states() for key, shard in live.main_params.model_shards().items()}
 
 
 def names_in(packed: Mapping[str, Any], optimizer: SavedOptimizer) -> dict[int, str]:

@@ -187,7 +187,7 @@ def _stage(
     nests = {part: unflatten(tree, templates) for part, tree in trees.items()}
     if optimizer is not None:
         _leave_to_optimizer(nests["model"], nests["optimizer"]["main_params"], optimizer, model)
-        for live, part in optimizer.live_parts(nests["optimizer"], strict):
+        for live, part in optimizer._live_parts(nests["optimizer"], strict):
             live.check(part, strict=strict)
     return _Staged(
         weights={name: value for name, value in nests["model"].items() if not isinstance(value, ParamShard)},
@@ -212,7 +212,7 @@ def _leave_to_optimizer(
     """
     names = {
         id(param): name
-        for live in optimizer.live_states()
+        for live in optimizer._live_states()
         for name, param in live.named_params().items()
         if param.requires_grad and live.main_params.keeps(param)
     }

@@ -37,7 +37,7 @@ class ReadTargets:
             return cls(flatten(model_state(model), "model")[1])
         shards = shards_of(optimizer)
         state = model_state(model, shards)
-        packed = optimizer.pack(copy=False, decode=False, to_load=True)
+        packed = optimizer._pack(copy=False, decode=False, to_load=True)
         names = names_in(packed, optimizer)
         in_place = not _may_overflow(manifest, state)
         # 16-bit model params are rounded from their main params, or else loaded whole, like a write by the user.
@@ -47,7 +47,7 @@ class ReadTargets:
         for param, shard in shards.items():
             # An fp32 model param is its own main param.
             live.setdefault(join(MAIN_PARAMS, names[param]), shard)
-        own = {key for one in optimizer.live_states() for key in one.rounded_params()}
+        own = {key for one in optimizer._live_states() for key in one.rounded_params()}
         saved = {key for key, _, _ in leaves(manifest.trees["optimizer"])}
         rounded = frozenset(
             name

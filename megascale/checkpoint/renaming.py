@@ -40,7 +40,7 @@ def under_live_names(manifest: Manifest, model: nn.Module, optimizer: SavedOptim
         raise CheckpointError(str(error)) from None
     of_optimizer: dict[str, str] = {}
     if optimizer is not None and "optimizer" in nests:
-        live = [names for one in optimizer.live_states() for names in one.names()]
+        live = [names for one in optimizer._live_states() for names in one.names()]
         state, main_params = nests["optimizer"]["optimizer"]["state"], nests["optimizer"]["main_params"]
         groups = nests["optimizer"]["optimizer"]["param_groups"]
         saved, what = [group["params"] for group in groups], "the checkpoint's optimizer state"

@@ -28,7 +28,7 @@ def _run(arguments: list[str]) -> int:
         type=Path,
         metavar="FILE",
         help="parameter names in the order of the optimizer's parameters: a JSON list, or a list of lists, one for "
-        "each param group",
+        "each param group; or a text file, a name on each line",
     )
     parser.add_argument("--scaler-only", action="store_true", help="leave out main params and optimizer state")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written; write nothing")
@@ -46,15 +46,16 @@ def _run(arguments: list[str]) -> int:
 
 
 def read_names(path: Path) -> Names:
-    """Return parameter names, flat or by param group, from a JSON file. Raises InteropError if it has none."""
+    """Return parameter names, flat or by param group, from a JSON or text file. Raises InteropError if it has none."""
     try:
-        names: Names = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        names = json.loads(text) if text.lstrip().startswith("[") else text.split()
     except (OSError, ValueError, RecursionError) as error:
         raise InteropError(f"--model-names {path} cannot be read as parameter names: {error}") from None
-    are_flat = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    are_grouped = isinstance(names, list) and all(
-        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in names
-    )
-    if not names or not (are_flat or are_grouped):
+    groups = [[entry] if isinstance(entry, str) else entry for entry in names]
+    if not names or not all(isinstance(g, list) and all(isinstance(name, str) for name in g) for g in groups):
         raise InteropError(f"{path} must hold a list of names, or a list of lists of them, one for each param group")
-    return names
+    if len({isinstance(entry, str) for entry in names}) > 1:
+        raise InteropError(f"{path} mixes names and lists of names")
+    given: Names = names
+    return given

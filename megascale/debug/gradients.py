@@ -15,7 +15,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megascale.step.overflow_report import Entries
 from megascale.step.overflows import describe_non_finite, described
-from megascale.step.result import SeenGrads
 from megascale.utils.dtensors import is_dtensor, to_local
 
 
@@ -27,8 +26,21 @@ class WatchedParam:
     index: int
 
 
-_Found = tuple[WatchedParam, int, int, Tensor]
-"""A gradient: whose, in which micro-batch, its number of elements, and numbers that the host has not read."""
+class SeenInBackward:
+    """What was seen of the gradients of one step, in numbers that the host has not read."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[WatchedParam, int, int, Tensor]] = []
+
+    def add(self, at: WatchedParam, micro_batch: int, grad: Tensor) -> None:
+        """Look at one gradient. The host waits for nothing."""
+        if grad.device.type != "cpu" or not _is_finite(grad):
+            self._found.append((at, micro_batch, grad.numel(), describe_non_finite(grad)))
+
+    def entries(self) -> Entries:
+        """Return the gradients that held inf or NaN. Waits for the device."""
+        found = [described(at.name, numbers, at.index, batch, numel) for at, batch, numel, numbers in self._found]
+        return tuple(entry for entry in found if entry.num_non_finite)
 
 
 def _is_finite(grad: Tensor) -> bool:
@@ -55,7 +67,7 @@ class GradWatch:
     def __init__(
         self, watched: Mapping[int, WatchedParam], params: Iterable[nn.Parameter], model: nn.Module | None = None
     ) -> None:
-        self._found: list[_Found] = []
+        self._seen = SeenInBackward()
         self._fired: set[str] = set()
         self._micro_batch = 0
         self._hooked = WeakIdKeyDictionary()
@@ -70,12 +82,12 @@ class GradWatch:
             # FSDP2's own hooks come first, so that parameters are whole.
             self._handles.append(module.register_forward_pre_hook(partial(weakly(self.hook_gathered), owned)))
 
-    def take(self) -> SeenGrads:
-        """Return what was seen since the last call, and begin a new step. To call it waits for the device."""
-        found, self._found = self._found, []
+    def take(self) -> SeenInBackward:
+        """Return what was seen since the last call, and begin a new step."""
+        seen, self._seen = self._seen, SeenInBackward()
         self._fired.clear()
         self._micro_batch = 0
-        return partial(_entries, found)
+        return seen
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -98,21 +110,13 @@ class GradWatch:
             with torch.no_grad():
                 grad = to_local(grad)
             grad = grad._values() if grad.is_sparse else grad
-        # The host waits for nothing.
-        if grad.device.type != "cpu" or not _is_finite(grad):
-            self._found.append((at, self._micro_batch, grad.numel(), describe_non_finite(grad)))
+        self._seen.add(at, self._micro_batch, grad)
 
     def _hook(self, param: Tensor, at: WatchedParam) -> None:
         if param in self._hooked or not param.requires_grad:
             return
         self._hooked[param] = True
         self._handles.append(param.register_hook(partial(weakly(self.see), at=at)))
-
-
-def _entries(found: list[_Found]) -> Entries:
-    """Return the gradients that held inf or NaN."""
-    entries = [described(at.name, numbers, at.index, batch, numel) for at, batch, numel, numbers in found]
-    return tuple(entry for entry in entries if entry.num_non_finite)
 
 
 Owned = list[tuple[nn.Module, str, WatchedParam]]

@@ -75,7 +75,7 @@ class OverflowReporter:
 
     def take(self) -> SeenGrads:
         """Take what was seen of gradients since the last step; called by the recorder."""
-        return self._watch.take()
+        return self._watch.take().entries
 
     def on_skip(self) -> None:
         """Report a skipped step; called by the recorder, on every rank alike."""
@@ -135,7 +135,7 @@ def report_overflows(
         if model is None:
             raise ArgumentError("model is None, but a GradScaler does not know its parameters; pass the model")
     elif isinstance(optimizer, MegascaleOptimizer):
-        recorder = optimizer.recipe.overflows
+        recorder = optimizer._recipe.overflows
     else:
         raise ArgumentTypeError(
             "optimizer must be a MixedPrecisionOptimizer, DistributedOptimizer, ChainedOptimizer or "

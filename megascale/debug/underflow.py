@@ -48,9 +48,9 @@ class UnderflowMeter(StepObserver):
                 f"{type(optimizer).__name__}"
             )
         self._every = validate.integer("every", every, minimum=1)
-        self._recipe = optimizer.recipe
+        self._recipe = optimizer._recipe
         self._refuse_member()
-        self._device = optimizer.device
+        self._device = optimizer._device
         self._view = HostView()
         self._num_steps = 0
         self._scale: Tensor | None = None

@@ -27,7 +27,7 @@ def check_fits(accelerator: Any, optimizer: MegascaleOptimizer) -> None:
     """Raise UsageError for one of our optimizers that would train wrongly with ``accelerator``."""
     name = type(optimizer).__name__
     check_engine(accelerator, name)
-    if any(part.reduces_in_backward for part in optimizer.parts()):
+    if any(part._reduces_in_backward for part in optimizer._parts()):
         raise UsageError(
             f"the {name} reduces gradients itself, which accelerator.accumulate() cannot hold back: build a "
             "MixedPrecisionOptimizer without grad_sync, and let DistributedDataParallel reduce, or shard by FSDP2"
@@ -35,7 +35,7 @@ def check_fits(accelerator: Any, optimizer: MegascaleOptimizer) -> None:
     check_precision(accelerator, name, (param for group in optimizer.param_groups for param in group["params"]))
     # FSDP2 has put its shards where they belong.
     are_shards = all(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
-    own, device = accelerator.device, optimizer.device
+    own, device = accelerator.device, optimizer._device
     if not are_shards and (device.type, device.index or 0) != (own.type, own.index or 0):
         raise UsageError(
             f"the {name} was built on {device}, the accelerator is on {own}: call model.to(accelerator.device) before "

@@ -32,7 +32,7 @@ class PreparedOptimizer(SkipOnDevice):
         Returns:
             The norm of the unscaled, unclipped gradients: fp32, 0-d, on the device, non-finite where they were.
         """
-        if self.optimizer.decision is not None:
+        if self.optimizer._decision is not None:
             raise UsageError(
                 "this step's gradients are clipped already: call clip_grad_norm_() once a step, before "
                 "clip_grad_value_(), and optimizer.step() after them"
@@ -43,7 +43,7 @@ class PreparedOptimizer(SkipOnDevice):
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp the unscaled gradients, after any clipping by norm."""
         validate.positive("clip_value", clip_value)
-        if self.optimizer.decision is None:
+        if self.optimizer._decision is None:
             self.prepare_grads(torch.inf)
         self.optimizer.clip_grad_value_(clip_value)
 

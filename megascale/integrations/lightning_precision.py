@@ -129,7 +129,7 @@ class PrecisionRecipe(Base):
         self._optimizers = [optimizer for optimizer in connected if isinstance(optimizer, MegascaleOptimizer)]
         for optimizer in self._optimizers:
             _move_main_params(optimizer)
-            if isinstance(model, DistributedDataParallel) and any(p.reduces_in_backward for p in optimizer.parts()):
+            if isinstance(model, DistributedDataParallel) and any(p._reduces_in_backward for p in optimizer._parts()):
                 raise UsageError(
                     f"{type(optimizer).__name__} reduces gradients itself, and the ddp strategy does so too; build a "
                     "MixedPrecisionOptimizer without grad_sync, or return the torch optimizer"
@@ -238,7 +238,7 @@ class PrecisionRecipe(Base):
     def last_result(self, optimizer: Any) -> StepResult | None:
         """Return the result of the last step of ``optimizer``, as device tensors; None before its first."""
         bare = _bare(optimizer)
-        return bare.recipe.last_result if isinstance(bare, MegascaleOptimizer) else None
+        return bare._recipe.last_result if isinstance(bare, MegascaleOptimizer) else None
 
     # Clipping
 
@@ -322,8 +322,8 @@ def _bare(optimizer: Any) -> Any:
 
 def _move_main_params(optimizer: MegascaleOptimizer) -> None:
     """Move main params to the devices of their model params."""
-    for part in optimizer.parts():
-        for param in part.live_state().main_params:
+    for part in optimizer._parts():
+        for param in part._live_state().main_params:
             if param.is_copy and param.main.device != param.model.device:
                 param.move()
 

@@ -45,7 +45,7 @@ def megatron_state_dict(optimizer: MegascaleOptimizer) -> State | list[State]:
     Param groups must have Megatron's keys, as those of ``get_megatron_optimizer`` do. With a DistributedOptimizer all
     ranks call it together, and each gets the whole state in host memory.
     """
-    packed = optimizer.state_dict(copy=any(isinstance(one, DistributedOptimizer) for one in optimizer.parts()))
+    packed = optimizer.state_dict(copy=any(isinstance(one, DistributedOptimizer) for one in optimizer._parts()))
     if isinstance(optimizer.grad_scaler, ConstantGradScaler):
         packed["grad_scaler"] = {}  # Megatron's: its config has the scale
     elif optimizer.grad_scaler is None:
@@ -118,7 +118,7 @@ def load_megatron_checkpoint(checkpoint: Any, optimizer: MegascaleOptimizer, *, 
             )
     except Exception as caught:  # any failure of one rank must reach the others
         error = caught
-    raise_together(error, optimizer.groups.grad_stats)
+    raise_together(error, optimizer._groups.grad_stats)
     optimizer.load_state_dict(state)
 
 
@@ -172,7 +172,7 @@ def _converted(saved: Any, optimizer: MegascaleOptimizer, keep_grad_scaler: bool
         parts = [{key: value for key, value in part.items() if key != "grad_scaler"} for part in parts]
     else:
         _check_scaler([part["grad_scaler"] for part in parts if "grad_scaler" in part], scaler is not None)
-    flat = [name for one in optimizer.parts() for name in one.param_names()]
+    flat = [name for one in optimizer._parts() for name in one._param_names()]
     params = [param for group in live for param in group["params"]]
     name_of = {id(param): name for param, name in zip(params, flat, strict=True)}
     names = [[name_of[id(param)] for param in group["params"] if param.requires_grad] for group in live]
@@ -198,7 +198,7 @@ def _as_float16(part: Any) -> Mapping[str, Any]:
 
 def _groups_of(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the saved param groups that are readable; the conversion raises for others."""
-    inner = part.get("optimizer")
+    inner = part.get("optimizer", part.get("optimizer_state_dict"))
     groups = inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
     return [group for group in groups if isinstance(group, Mapping)]
 

@@ -1,4 +1,7 @@
-"""Reads DeepSpeed's loss scalers: pickled objects in ZeRO's files, numbers in those of FP16_Optimizer."""
+"""Reads DeepSpeed's loss scalers: pickled objects in ZeRO's files, numbers in those of FP16_Optimizer.
+
+Megatron's scaler before Megatron-Core, the origin of DeepSpeed's, was pickled in the same way.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -74,7 +77,7 @@ def parse(found: Any, ds_config: Mapping[str, Any]) -> FoundScaler:
     floor = attributes_of(ds_config.get("fp16")).get("min_loss_scale", 1)
     return _dynamic(
         found | {"min_scale": floor},
-        ScalerConfig(),
+        ScalerConfig(late_first_growth=True),
         hysteresis_tracker=1,
         mapped=(
             "its FP16_Optimizer has no hysteresis: 1",
@@ -100,23 +103,28 @@ def _optimizer_state(content: Any) -> Mapping[str, Any] | None:
 
 
 def _dynamic_object(scaler: Any, attributes: Mapping[str, Any]) -> FoundScaler:
-    """Map a DynamicLossScaler."""
+    """Map a DynamicLossScaler of DeepSpeed, or of Megatron before Megatron-Core."""
     kind = kind_of(scaler)
-    if not kind.startswith("deepspeed."):
+    ours = kind.startswith("deepspeed.")
+    if not ours and not kind.startswith(("megatron.", "fp16.")):
         raise InteropError(f"the pickled scaler is a {kind}, whose rule is not known")
     defaults = {"min_scale": 1, "delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False}
     values = defaults | dict(attributes)
     config = ScalerConfig(
         hysteresis=as_int(SYSTEM, "delayed_shift", values["delayed_shift"], minimum=1),
         hysteresis_reset="clean_step" if values["consecutive_hysteresis"] else "growth",
+        late_first_growth=ours,
     )
-    stops = "DeepSpeed raises an error at an overflow at min_scale; megascale stays there and continues"
+    notes = []
+    if ours and values.get("raise_error_at_min_scale", True):
+        notes.append("DeepSpeed raises an error at an overflow at min_scale; megascale stays there and continues")
     return _dynamic(
         values,
         config,
         hysteresis_tracker=as_int(SYSTEM, "cur_hysteresis", values["cur_hysteresis"], minimum=1),
         mapped=("delayed_shift (hysteresis), cur_hysteresis, consecutive_hysteresis",),
-        not_mapped=(stops,) if values.get("raise_error_at_min_scale", True) else (),
+        not_mapped=tuple(notes),
+        system=SYSTEM if ours else "Megatron before Megatron-Core",
     )
 
 
@@ -127,42 +135,45 @@ def _dynamic(
     hysteresis_tracker: int,
     mapped: tuple[str, ...],
     not_mapped: tuple[str, ...] = (),
+    system: str = SYSTEM,
 ) -> FoundScaler:
     """Return the scaler, with DeepSpeed's iteration counts mapped to megascale's growth tracker."""
     if missing := [key for key in ("cur_iter", "last_overflow_iter", "scale_window") if key not in values]:
-        raise InteropError(f"{SYSTEM}'s loss scaler lacks {', '.join(missing)}")
-    window = as_int(SYSTEM, "scale_window", values["scale_window"], minimum=1)
-    iteration = as_int(SYSTEM, "cur_iter", values["cur_iter"])
-    overflow = as_int(SYSTEM, "last_overflow_iter", values["last_overflow_iter"], minimum=-1)
+        raise InteropError(f"{system}'s loss scaler lacks {', '.join(missing)}")
+    window = as_int(system, "scale_window", values["scale_window"], minimum=1)
+    iteration = as_int(system, "cur_iter", values["cur_iter"])
+    overflow = as_int(system, "last_overflow_iter", values["last_overflow_iter"], minimum=-1)
     factor = float(values.get("scale_factor", 2.0))
     if overflow >= iteration or not factor > 1:
         raise InteropError(
-            f"{SYSTEM}'s loss scaler is damaged: last_overflow_iter {overflow} must be below cur_iter {iteration}, and "
+            f"{system}'s loss scaler is damaged: last_overflow_iter {overflow} must be below cur_iter {iteration}, and "
             f"scale_factor {factor} above 1"
         )
     clean = iteration - overflow - 1
+    late = config.late_first_growth
     rule = replace(
         config,
         growth_factor=factor,
         backoff_factor=1 / factor,
         growth_interval=window,
-        min_scale=checked_scale(f"{SYSTEM}'s min_scale:", values["min_scale"]),
+        min_scale=checked_scale(f"{system}'s min_scale:", values["min_scale"]),
         max_scale=LARGEST_SCALE,
-        late_first_growth=True,
     )
-    # DeepSpeedGradScaler's tracker is 1 after a growth, and 0 only after an overflow.
-    tracker = (clean - 1) % window + 1 if clean else 0
-    late = (
-        f"DeepSpeed's first growth after an overflow takes {window + 1} clean steps, every further one {window}: "
-        "build_grad_scaler() returns a DeepSpeedGradScaler, which does so; a DynamicGradScaler with a "
-        f"growth_interval of {window} grows a step early"
-    )
+    notes, tracker = [NO_CEILING.format(system=system)], clean % window
+    if late:
+        # DeepSpeedGradScaler's tracker is 1 after a growth, and 0 only after an overflow.
+        tracker = (clean - 1) % window + 1 if clean else 0
+        notes.append(
+            f"DeepSpeed's first growth after an overflow takes {window + 1} clean steps, every further one {window}: "
+            "build_grad_scaler() returns a DeepSpeedGradScaler, which does so; a DynamicGradScaler with a "
+            f"growth_interval of {window} grows a step early"
+        )
     return dynamic(
-        SYSTEM,
+        system,
         values["cur_scale"],
         tracker,
         hysteresis_tracker,
         rule,
         mapped=("cur_scale, scale_factor, scale_window, min_scale", "cur_iter - last_overflow_iter", *mapped),
-        not_mapped=(NO_CEILING.format(system=SYSTEM), late, *not_mapped),
+        not_mapped=(*notes, *not_mapped),
     )

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megascale.errors import InteropError
+from megascale.interop import deepspeed
 from megascale.interop.files import read_file
 from megascale.interop.named_state import (
     FoundState,
@@ -41,7 +42,8 @@ from megascale.utils.validate import LARGEST_SCALE
 
 SYSTEM = "Megatron-Core"
 SCALER_KEYS = {"scale", "growth_tracker", "hysteresis_tracker"}
-MAINS = "fp32_from_fp16_params"
+MAIN_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
 FIRST = "its optimizers' grad scalers differ: the first one's state is taken, which has scaled the loss"
 ITERATION_FILE = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("mp_rank_*/model_optim_rng.pt",)
@@ -108,7 +110,9 @@ def _is_scaler(value: Any) -> bool:
 
 
 def _is_float16_optimizer(value: Any) -> bool:
-    return isinstance(value, Mapping) and ("grad_scaler" in value or MAINS in value)
+    return isinstance(value, Mapping) and (
+        "grad_scaler" in value or any(key in value for key in MAIN_KEYS) or "loss_scaler" in value
+    )
 
 
 def _optimizers(content: Any) -> list[Mapping[str, Any]]:
@@ -130,10 +134,16 @@ def find_scaler(source: Source) -> FoundScaler | None:
     if _is_scaler(source.content):
         return parse(source.content, args)
     parts = _optimizers(source.content)
-    states = [part["grad_scaler"] for part in parts if "grad_scaler" in part]
+    states = [scaler for scaler in map(_scaler_of, parts) if scaler is not None]
     if not states:
         return None
+    if "cur_scale" in attributes_of(states[0]):
+        return deepspeed.parse(states[0], {})
     return parse(states[0], args, (FIRST,) if any(state != states[0] for state in states) else ())
+
+
+def _scaler_of(optimizer: Mapping[str, Any]) -> Any:
+    return optimizer.get("grad_scaler", optimizer.get("loss_scaler"))
 
 
 def parse(state: Mapping[str, Any], args: Mapping[str, Any], notes: tuple[str, ...] = ()) -> FoundScaler:
@@ -262,7 +272,7 @@ def named_float16_state(
 
 def _inner(part: Any, where: str) -> Mapping[str, Any]:
     """Return the torch optimizer's state dict inside a Float16 optimizer's."""
-    saved = part.get("optimizer") if isinstance(part, Mapping) else None
+    saved = next((part[key] for key in OPTIMIZER_KEYS if key in part), None) if isinstance(part, Mapping) else None
     if not is_torch_state(saved):
         raise InteropError(
             f"{where} holds no torch optimizer's state under 'optimizer': Megatron-Core's distributed optimizer keeps "
@@ -272,7 +282,7 @@ def _inner(part: Any, where: str) -> Mapping[str, Any]:
 
 
 def _main_params(part: Mapping[str, Any], where: str) -> Sequence[Sequence[Tensor]]:
-    mains = part.get(MAINS)
+    mains = next((part[key] for key in MAIN_KEYS if key in part), None)
     if mains is None:
         raise InteropError(
             f"{where} has no fp32_from_fp16_params: it was saved by the distributed optimizer, whose shards are not "

@@ -107,7 +107,7 @@ def takes_rates_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's next step can read learning rates from tensors without a host sync."""
     if isinstance(optimizer, MegascaleOptimizer):
         # This asks about the update alone, not about the gather after it.
-        return all(member.update.why_not_capturable() is None for member in optimizer.recipe.members)
+        return all(member.update.why_not_capturable() is None for member in optimizer._recipe.members)
     return all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 

@@ -21,7 +21,7 @@ class StepOutcomes:
         self._name = type(optimizer).__name__
         self._counter: StepCounter | None = None
         if isinstance(optimizer, MegascaleOptimizer):
-            self._counter = optimizer.recipe.members[0].counter
+            self._counter = optimizer._recipe.members[0].counter
         self._remember()
 
     def landed(self, success: Tensor | bool | None) -> Tensor | bool:

@@ -47,7 +47,7 @@ class StepMetrics(AbstractContextManager["StepMetrics"]):
             raise ArgumentTypeError(f"optimizer must be one of megascale's, or None, got {type(optimizer).__name__}")
         self.step = validate.integer("start", start, minimum=0)
         self._optimizer = optimizer
-        group = ParallelGroups.of(None).grad_stats if optimizer is None else optimizer.recipe.groups.grad_stats
+        group = ParallelGroups.of(None).grad_stats if optimizer is None else optimizer._recipe.groups.grad_stats
         self._is_first = group_rank(group) == 0
         self._view = HostView()
         self._sinks: list[Sink] = []
@@ -82,10 +82,10 @@ class StepMetrics(AbstractContextManager["StepMetrics"]):
                 found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise ArgumentError(f"{name} must be a number or a tensor of one element, got {found}; pass its mean")
         now, row = time.perf_counter(), {"step": self.step, **values}
-        result = None if self._optimizer is None else self._optimizer.recipe.last_result
+        result = None if self._optimizer is None else self._optimizer._recipe.last_result
         if self._optimizer is not None and result is not None:
             row |= {"grad_norm": result.grad_norm, "scale": self._scale, "skipped": result.success.logical_not()}
-            if self._optimizer.recipe.members[0].config.log_num_zeros_in_grad:
+            if self._optimizer._recipe.members[0].config.log_num_zeros_in_grad:
                 row["num_zeros_in_grad"] = result.num_zeros_in_grad
             row["lr"] = self._optimizer.param_groups[0]["lr"]
         row["seconds"] = now - self._recorded_at

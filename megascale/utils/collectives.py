@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup, Work, distributed_c10d
 
 from megascale.errors import MegascaleError, RankError, UsageError
 from megascale.utils import call_site
-from megascale.utils.dtensors import is_dtensor
+from megascale.utils.dtensors import is_dtensor, to_local
 from megascale.utils.supported_torch import explained
 
 if TYPE_CHECKING:
@@ -367,8 +367,13 @@ def redistribute_like(tensor: "DTensor", like: "DTensor") -> "DTensor":
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole tensor: a DTensor gathered, any other tensor itself."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    """Return the whole tensor: a DTensor gathered, any other tensor itself. Of state in host memory: there."""
+    if not is_dtensor(tensor):
+        return tensor
+    # Over the mesh's devices, wherever the parts lie: NCCL carries no host memory.
+    placed: Any = tensor.to(tensor.device_mesh.device_type)
+    whole: Tensor = placed.full_tensor()
+    return whole.to(to_local(tensor).device)
 
 
 def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:

@@ -166,7 +166,7 @@ def _moves_are_followed(kind: str) -> list[list[torch.Tensor]]:
                     entry = optimizer.optimizer.state[param]
                     entry.update({name: value.clone() for name, value in entry.items()})
             if moves and step == 3 and kind != "replicated":
-                sync = optimizer.recipe.members[0].grad_sync
+                sync = optimizer._recipe.members[0].grad_sync
                 assert sync is not None
                 sync.finish()
                 for param in bag.params:
@@ -198,7 +198,7 @@ def _replaced_main_grad(by: str) -> str:
     bag, optimizer = _make("grad_sync")
     _backward(bag, optimizer, "grad_sync")
     optimizer.step()
-    sync = optimizer.recipe.members[0].grad_sync
+    sync = optimizer._recipe.members[0].grad_sync
     assert sync is not None
     _backward(bag, optimizer, "grad_sync")
     sync.finish()

@@ -125,7 +125,7 @@ def _backward(bag: Bag, left_out: tuple[int, ...] = ()) -> None:
 
 def _left_out(of_all: tuple[int, ...], of_one: tuple[int, ...], one: int, late: bool) -> str:
     bag, optimizer = _made()
-    optimizer.recipe.errors.on_host = not late  # as on an accelerator
+    optimizer._recipe.errors.on_host = not late  # as on an accelerator
     _backward(bag, of_all + of_one * (dist.get_rank() == one))
     if late:
         assert not optimizer.step().success
@@ -149,7 +149,7 @@ def test_only_what_one_rank_leaves_out_is_named(ranks: RankPool, late: bool) -> 
 
 def _late_setting(steps: int) -> tuple[str, bool]:
     bag, optimizer = _made()
-    optimizer.recipe.errors.on_host = False
+    optimizer._recipe.errors.on_host = False
     for _ in range(steps):
         _backward(bag)
         assert optimizer.step().success

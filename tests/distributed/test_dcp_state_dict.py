@@ -190,7 +190,7 @@ def _round_trip(case: Case, option: str, steps: int) -> list[Any]:
     fresh = gathered_weights(other)
     set_optimizer_state_dict(other, resumed, given, options=put)
     weights = unlike(gathered_weights(other), gathered_weights(module))
-    stepped = resumed.recipe.members[0].counter.steps + sum(param.grad is not None for param in other.parameters())
+    stepped = resumed._recipe.members[0].counter.steps + sum(param.grad is not None for param in other.parameters())
     same = unlike(whole_state(resumed), whole_state(optimizer))
     halves = any(param.dtype == torch.float16 for param in other.parameters())
     return [changed, same, weights if halves else unlike(gathered_weights(other), fresh), stepped, count]

@@ -174,14 +174,14 @@ def _counted(tensors: int) -> list[Any]:
         grads_are_scaled=True,
     )
     counted = []
-    for take_step in (optimizer.step, optimizer.step, optimizer.recipe.rehearse):
+    for take_step in (optimizer.step, optimizer.step, optimizer._recipe.rehearse):
         optimizer.zero_grad()
         loss = torch.stack([layer.weight.float().sum() for layer in module]).sum()  # type: ignore[operator]
         with _Messages() as messages, OperatorCounter() as step:
             optimizer.scale_loss(loss).backward()
             take_step()
         others = {str(op): n for op, n in step.counts.items() if op.namespace == "c10d" and "allreduce" in str(op)}
-        gather = optimizer.recipe.members[0].main_params._gather  # type: ignore[attr-defined]
+        gather = optimizer._recipe.members[0].main_params._gather  # type: ignore[attr-defined]
         under_way = sum(bucket._arrival is not None for bucket in gather.buckets)
         counted.append([messages.sent, messages.received, others, step.host_reads, under_way])
     return counted[1:]

@@ -66,7 +66,7 @@ def _inner_step_fails(kind: str, culprit: int) -> tuple[str, str, list[bool]]:
     rounded = [
         bits_equal(main.half(), part)
         for (_, main), part in zip(
-            optimizer.main_params(), (p.part for p in optimizer.recipe.members[0].main_params), strict=True
+            optimizer.main_params(), (p.part for p in optimizer._recipe.members[0].main_params), strict=True
         )
     ]
     optimizer.param_groups[0]["momentum"] = 0
@@ -99,8 +99,8 @@ def _gradient_changes(kind: str, culprit: int) -> tuple[str, str, bool]:
     _backward(bag, optimizer, 2)
     optimizer.prepare_grads()
     if dist.get_rank() == culprit:
-        assert optimizer.recipe._prepared is not None
-        [ready], _ = optimizer.recipe._prepared
+        assert optimizer._recipe._prepared is not None
+        [ready], _ = optimizer._recipe._prepared
         ready.updates[-1].grads[0].untyped_storage().resize_(0)
     before = [param.detach().clone() for param in bag.params]
     optimizer.step_with_ready_grads()

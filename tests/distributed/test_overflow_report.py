@@ -213,7 +213,7 @@ def _files_and_entries(folder: Path) -> tuple[bool, int, list[tuple[Any, ...]]]:
     param = nn.Parameter(weight)
     watch = GradWatch({id(param): WatchedParam("w", 0)}, [param])
     (param * factors).sum().backward()
-    return path.exists(), len(lines), [(one.num_inf, one.numel) for one in watch.take()()]
+    return path.exists(), len(lines), [(one.num_inf, one.numel) for one in watch.take().entries()]
 
 
 def test_the_first_rank_writes_and_each_sees_its_own(ranks: RankPool, tmp_path: Path) -> None:

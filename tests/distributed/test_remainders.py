@@ -26,7 +26,7 @@ def _kinds(layout: str, directory: Path) -> tuple[str, list[str]]:
     path = Checkpointer(directory).save(1, model, optimizer)
     saved = Manifest.read(path).metadata.state_dict_metadata["optimizer/main_params/weights.0"]
     assert isinstance(saved, TensorStorageMetadata)
-    held = optimizer.pack(copy=False, decode=False)
+    held = optimizer._pack(copy=False, decode=False)
     return str(saved.properties.dtype), [message_of(StateDictError, lambda: optimizer.load_state_dict(held))]
 
 

@@ -93,7 +93,7 @@ def test_a_built_optimizer_has_ranks_that_differ_only_if_told(ranks: RankPool) -
 def _known_one_step_late() -> list[Any]:
     module = model()
     optimizer = _wrapped(module)
-    optimizer.recipe.errors.on_host = False  # as on an accelerator
+    optimizer._recipe.errors.on_host = False  # as on an accelerator
     before = snapshot(optimizer, module)
     set_grads(module, dist.get_rank())
     optimizer.get_loss_scale()

@@ -139,4 +139,4 @@ def test_chunks_have_names_of_their_own() -> None:
     chunks = [nn.Linear(2, 2), nn.Linear(2, 2)]
     params = [param for chunk in chunks for param in chunk.parameters()]
     optimizer = DistributedOptimizer(torch.optim.SGD(params), modules=chunks)
-    assert optimizer.param_names() == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert optimizer._param_names() == ["0.weight", "0.bias", "1.weight", "1.bias"]

@@ -40,7 +40,7 @@ LOAD_BREAKS: dict[str, tuple[Break, str]] = {
     "post hook": (lambda _, whole: whole.register_load_state_dict_post_hook(_full_disk), "rank 1: OSError: No space"),
     "groups": SAVE_BREAKS["groups"],
     "update": (
-        lambda part, _: setattr(part.recipe.members[0].update, "create_states", _full_disk),
+        lambda part, _: setattr(part._recipe.members[0].update, "create_states", _full_disk),
         "rank 1: OSError: No",
     ),
 }

@@ -139,7 +139,10 @@ class HostCall {
   Tensor carried(const Tensor& tensor, HostTensor to_host) {
     if (!is_here(tensor)) {
       TORCH_CHECK(!tensor.defined() || tensor.dim() == 0, name_, " got a tensor on ", tensor.device(), " beside one on a GPU");
-      return tensor.defined() && late::streams.are_late() ? tensor.clone() : tensor;  // a number, as it is now
+      if (!tensor.defined() || !late::streams.are_late()) return tensor;
+      Tensor number = tensor.clone();  // as it is now; of Python's ones the kind, which does not promote a dtype
+      number.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      return number;
     }
     twins_.emplace_back(tensor, to_host(tensor));
     return twins_.back().second;

@@ -18,6 +18,8 @@ from tests.pool import Outcome, RankSet, values_of
 
 T = TypeVar("T")
 
+CALL_TIMEOUT_S = 200.0
+
 DIED = "a process with the device died: of SIGSEGV, if host code touched memory of the device; stderr says where"
 
 _ready: FakeDevice | None = None
@@ -33,13 +35,15 @@ class OnDevice:
         """Return ``function(device, *arguments)``, or raise what it raised. Both travel by pickle."""
         return self._pool.submit(_fork, function, arguments).result(240)
 
-    def ranks(self, world_size: int, function: Callable[..., T], *arguments: Any) -> list[T]:
+    def ranks(
+        self, world_size: int, function: Callable[..., T], *arguments: Any, timeout: float = CALL_TIMEOUT_S
+    ) -> list[T]:
         """Return what ``function(device, *arguments)`` returns on each of ``world_size`` ranks, by rank.
 
         They are processes of their own, which torch.distributed connects: see ranks.py. Each has a device of its own,
         which is its current one. Raises RankFailure.
         """
-        outcomes = self._pool.submit(_fork_ranks, world_size, function, arguments).result(240)
+        outcomes = self._pool.submit(_fork_ranks, world_size, function, arguments, timeout).result(timeout + 40)
         return values_of(function, outcomes)
 
     def close(self) -> None:
@@ -77,13 +81,15 @@ def _fork(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
             raise BrokenProcessPool(DIED) from error
 
 
-def _fork_ranks(world_size: int, function: Callable[..., T], arguments: tuple[Any, ...]) -> list[Outcome[T]]:
+def _fork_ranks(
+    world_size: int, function: Callable[..., T], arguments: tuple[Any, ...], timeout: float
+) -> list[Outcome[T]]:
     import tests.fake_device.ranks  # noqa: F401  # from now on this process has "nccl"
 
     forked = RankSet(world_size, backend="nccl", context=multiprocessing.get_context("fork"))
     try:
         forked.submit(_call_of_rank, function, arguments)
-        return forked.collect(200)
+        return forked.collect(timeout)
     finally:
         forked.kill_all()
 

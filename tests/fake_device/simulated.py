@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megascale.step.deferred_errors import DeferredErrors
+from tests.fake_device import process
 from tests.fake_device.device import FakeDevice
-from tests.fake_device.process import OnDevice
 from tests.pool import CALL_TIMEOUT_S, RankFailure, RankPool
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class SimulatedRanks(RankPool):
         at_once: whether a step waits for its statistics, as beside a CPU: its errors are not one step late.
     """
 
-    def __init__(self, on_device: OnDevice, seed: int, at_once: bool) -> None:
+    def __init__(self, on_device: process.OnDevice, seed: int, at_once: bool) -> None:
         super().__init__()
         self._on_device = on_device
         self._how = seed, at_once
@@ -35,7 +35,9 @@ class SimulatedRanks(RankPool):
     ) -> list[T]:
         """See :class:`RankPool`."""
         try:
-            return self._on_device.ranks(world_size, _run, *self._how, function, args)
+            return self._on_device.ranks(
+                world_size, _run, *self._how, function, args, timeout=max(timeout, process.CALL_TIMEOUT_S)
+            )
         except RankFailure as failure:
             failure.add_note(f"streams ran in the order of seed {self._how[0]}")
             raise

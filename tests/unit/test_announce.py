@@ -39,7 +39,7 @@ def test_one_line_on_a_terminal() -> None:
         text = shown()
     assert text.splitlines() == [
         "megascale: MixedPrecisionOptimizer(AdamW): 20 in float16; main params: float32; DynamicGradScaler; clips "
-        f"gradients to norm 1.0; backend {optimizer.backend.name} on cpu; 1 rank decides; {_held(optimizer)}"
+        f"gradients to norm 1.0; backend {optimizer._backend.name} on cpu; 1 rank decides; {_held(optimizer)}"
     ]
 
 

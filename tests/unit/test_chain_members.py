@@ -83,7 +83,7 @@ def test_a_members_state_that_does_not_fit_is_refused() -> None:
     saved = chain.state_dict()
 
     def check(state_dict: dict[str, Any], *, strict: bool) -> None:
-        for live, part in chain.live_parts(state_dict, strict):
+        for live, part in chain._live_parts(state_dict, strict):
             live.check(part, strict=strict)
 
     check(saved, strict=True)

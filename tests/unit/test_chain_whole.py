@@ -65,10 +65,10 @@ def test_halves_of_a_step_make_a_whole() -> None:
     halves, whole = _chain(module), _chain(twin)
     set_grads(module, 0)
     set_grads(twin, 0)
-    assert halves.decision is None
+    assert halves._decision is None
     found_inf = halves.prepare_grads()
     assert (found_inf.item(), found_inf.shape) == (0.0, ())
-    assert halves.decision is not None
+    assert halves._decision is not None
     halves.clip_grad_value_(0.25)
     assert halves.step_with_ready_grads().success
     for param in twin.parameters():

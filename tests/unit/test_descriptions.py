@@ -37,7 +37,7 @@ def test_an_optimizer_says_what_it_is() -> None:
         "wraps: AdamW",
         f"parameters: {trained} in float16, 1 tensor frozen",
         "main params: float32",
-        f"backend: {optimizer.backend.name}, on cpu",
+        f"backend: {optimizer._backend.name}, on cpu",
         f"held by this rank: {_held(trained * 4, optimizer)}",
         "loss scale: DynamicGradScaler(scale=1024.0, growth_tracker=0, hysteresis_tracker=2, min_scale=1.0, "
         "growth_factor=2.0, backoff_factor=0.5, growth_interval=1000, hysteresis=2)",

@@ -192,7 +192,7 @@ def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch, enough_for: int
     _step(module, optimizer, 0)
     before = [main for _, main in optimizer.main_params()]
     saved = optimizer.state_dict()
-    grads = [grad.clone() for grad in map(optimizer.local_grad, optimizer.param_names()) if grad is not None]
+    grads = [grad.clone() for grad in map(optimizer.local_grad, optimizer._param_names()) if grad is not None]
     left = [enough_for]
     empty = torch.empty
 
@@ -213,7 +213,9 @@ def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch, enough_for: int
             optimizer.reload()
     assert all(main is other for main, (_, other) in zip(before, optimizer.main_params(), strict=True))
     assert same_values(optimizer.state_dict(), saved)
-    assert same_values(grads, [grad for grad in map(optimizer.local_grad, optimizer.param_names()) if grad is not None])
+    assert same_values(
+        grads, [grad for grad in map(optimizer.local_grad, optimizer._param_names()) if grad is not None]
+    )
     _step(module, optimizer, 1)
 
 

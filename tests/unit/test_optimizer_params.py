@@ -231,4 +231,4 @@ def test_a_new_parameter_does_not_inherit_the_name_of_one_that_is_gone() -> None
     others = [nn.Parameter(torch.ones(5)) for _ in range(10_000)]
     assert place not in map(id, others)
     optimizer.add_param_group({"params": [others[-1]]})
-    assert optimizer.param_names() == ["kept", "1"]
+    assert optimizer._param_names() == ["kept", "1"]

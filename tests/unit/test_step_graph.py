@@ -56,7 +56,7 @@ def test_rehearsal_changes_nothing(inner: str, backend: str) -> None:
         if poison:
             grad_of(module.first.weight)[0, 0] = torch.inf
         before, scaler = snapshot(optimizer, module), optimizer.state_dict()["grad_scaler"]
-        optimizer.recipe.rehearse()
+        optimizer._recipe.rehearse()
         assert same_bits(before, snapshot(optimizer, module))
         assert optimizer.state_dict()["grad_scaler"] == scaler
         assert optimizer.num_skipped_steps.item() == 0
@@ -68,5 +68,5 @@ def test_step_alone_needs_gradients_that_lie_still() -> None:
     sync = GradSync(module.named_parameters())
     inner = torch.optim.AdamW(module.named_parameters())
     optimizer = MixedPrecisionOptimizer(inner, None, ConstantGradScaler(2.0), grad_sync=sync)
-    assert optimizer.reduces_in_backward
-    assert not wrap(model()).reduces_in_backward
+    assert optimizer._reduces_in_backward
+    assert not wrap(model())._reduces_in_backward

@@ -187,7 +187,7 @@ def _step(model: nn.Module, optimizer: MixedPrecisionOptimizer, value: float) ->
 def test_overflow_reports_name_the_module(late: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """While the watch is there: the module of the skipped step itself, in the report, the log line and the file."""
     model, optimizer = _overflowing_optimizer()
-    optimizer.recipe.errors.on_host = optimizer.recipe.overflows._on_host = not late
+    optimizer._recipe.errors.on_host = optimizer._recipe.overflows._on_host = not late
     report_overflows(optimizer, model=model, path=tmp_path / "overflows.jsonl")
     seen = watch(model)
     with caplog.at_level(logging.WARNING, logger="megascale"):

@@ -52,7 +52,7 @@ def _overflow(model: Planted, optimizer: Any) -> None:
 
 def _as_on_an_accelerator(optimizer: MixedPrecisionOptimizer) -> None:
     """Let the host learn of a step one step late, as where statistics do not lie in its memory."""
-    optimizer.recipe.errors.on_host = optimizer.recipe.overflows._on_host = False
+    optimizer._recipe.errors.on_host = optimizer._recipe.overflows._on_host = False
 
 
 def test_the_last_overflow_is_named() -> None:
@@ -276,7 +276,7 @@ def test_members_that_are_reported_on_cannot_be_chained() -> None:
     reporter = report_overflows(parts[1], log=False)
     with pytest.raises(ArgumentError, match=r"reports on one of the optimizers: call remove\(\)"):
         ChainedOptimizer(parts)
-    assert parts[1].recipe.overflows.listener is reporter
+    assert parts[1]._recipe.overflows.listener is reporter
     reporter.remove()
     chain = ChainedOptimizer(parts)
     reporter = report_overflows(chain, log=False)
@@ -359,10 +359,10 @@ def test_steps_of_a_graph_are_reported_as_they_are_replayed(monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr("megascale.step.recipe.is_capturing", lambda _: True)
         _overflow(model, optimizer)
-    captured = optimizer.recipe.captured()
+    captured = optimizer._recipe.captured()
     reporter = report_overflows(optimizer, log=False)
     for replays in range(1, 3):
-        optimizer.recipe.after_replay(captured)
+        optimizer._recipe.after_replay(captured)
         assert (report_of(optimizer).step, reporter.num_skips) == (replays - 1, replays)
 
 

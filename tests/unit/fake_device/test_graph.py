@@ -121,14 +121,14 @@ def test_rates_keep_all_bits(on_device: OnDevice) -> None:
 def _totals(optimizer: MixedPrecisionOptimizer) -> list[tuple[Tensor, "ref[Tensor]"]]:
     """Return a list of the statistics that are added up from now on, each with its weights."""
     found: list[tuple[Tensor, ref[Tensor]]] = []
-    total = optimizer.backend.total
+    total = optimizer._backend.total
 
     def noted(stats: Any, weights: Any, *rest: Any) -> Tensor:
         vector = total(stats, weights, *rest)
         found.append((vector, ref(weights.shares)))
         return vector
 
-    optimizer.backend.total = noted  # type: ignore[method-assign, assignment]
+    optimizer._backend.total = noted  # type: ignore[method-assign, assignment]
     return found
 
 
@@ -250,7 +250,7 @@ def _two_graphs(device: FakeDevice) -> tuple[bool, list[int]]:
     totals[-1][0].zero_()  # a GPU's memory before the first replay, as a capture runs nothing
     for _ in range(3):
         result = first.replay()
-    is_told = optimizer.recipe.last_result is result
+    is_told = optimizer._recipe.last_result is result
     optimizer.step()
     mine[Statistic.NON_FINITE] = 1.0
     reports = []

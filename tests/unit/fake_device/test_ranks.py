@@ -67,7 +67,7 @@ def test_no_step_waits(on_device: OnDevice, kind: str, ranks: int) -> None:
 
 def _without_gradients(device: FakeDevice) -> tuple[list[str], list[float]]:
     errors = torch.ones((), dtype=torch.float64, device="cuda")
-    [member] = wrap(torch.optim.AdamW(parameters(2), lr=1e-3), log_num_zeros_in_grad=True).recipe.members
+    [member] = wrap(torch.optim.AdamW(parameters(2), lr=1e-3), log_num_zeros_in_grad=True)._recipe.members
     with device.watch() as seen:
         stats = member.measure(member.grads.failed(UsageError("an error")), errors, scaled=True)
     return [str(call) for call in seen if call.makes_host_wait()], stats.vector.tolist()

@@ -43,10 +43,30 @@ class DeepSpeed:
         self.cur_iter += 1
         return self.cur_scale
 
+    def attributes(self) -> dict[str, Any]:
+        """Return what is pickled."""
+        return vars(self) | {"dynamic": True, "scale_factor": 2.0, "raise_error_at_min_scale": True}
+
     def saved(self) -> Any:
         """Return an object of the peer's class, as a live one is."""
-        kind = type("DynamicLossScaler", (SimpleNamespace,), {"__module__": "deepspeed.runtime.fp16.loss_scaler"})
-        return kind(**vars(self), dynamic=True, scale_factor=2.0, raise_error_at_min_scale=True)
+        return _object("deepspeed.runtime.fp16.loss_scaler", self.attributes())
+
+
+class OldMegatron(DeepSpeed):
+    """``megatron/fp16_deprecated/loss_scaler.py``: DeepSpeed's ancestor grows a step earlier after an overflow."""
+
+    def grows(self) -> bool:
+        """Whether a clean step grows the scale now."""
+        return (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0
+
+    def saved(self) -> Any:
+        """Return an object of the peer's class, as a live one is."""
+        return _object("megatron.fp16_deprecated.loss_scaler", self.attributes())
+
+
+def _object(module: str, attributes: dict[str, Any]) -> Any:
+    kind = type("DynamicLossScaler", (SimpleNamespace,), {"__module__": module})
+    return kind(**attributes)
 
 
 @dataclass

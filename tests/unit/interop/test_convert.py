@@ -234,8 +234,8 @@ def test_megatron_fp32_parameters_have_no_main_param() -> None:
         optimizer_state_dict(saved, halves.groups)
 
 
-def test_megatron_chained() -> None:
-    """A list of optimizers is one state with the first one's scaler."""
+def test_megatron_chained_and_old_keys() -> None:
+    """A list of optimizers is one state with the first one's scaler; keys of before Megatron-Core are known."""
     halves = Halves()
     parts = [halves.megatron([group]) for group in halves.groups]
     state = optimizer_state_dict(parts, halves.groups)
@@ -244,6 +244,9 @@ def test_megatron_chained() -> None:
     halves.assert_converted(convert({"model": halves.model, "optimizer": parts}, None).state_dict)
     parts[1]["grad_scaler"] = MEGATRON_SCALER | {"scale": torch.tensor([2.0])}
     assert float(optimizer_state_dict(parts, halves.groups)["grad_scaler"]["scale"]) == 512.0
+    saved = halves.megatron()
+    old = {"optimizer_state_dict": saved["optimizer"], "fp32_from_fp16": saved["fp32_from_fp16_params"]}
+    halves.assert_converted(optimizer_state_dict(old, halves.groups))
 
 
 def test_megatron_distributed_and_parallel_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -38,13 +38,13 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "ours.pt").exists()
 
 
-@pytest.mark.parametrize("form", ["flat", "nested"])
+@pytest.mark.parametrize("form", ["flat", "nested", "lines"])
 def test_names_come_from_a_file(form: str, tmp_path: Path) -> None:
-    """--model-names: a JSON list, or a list of lists."""
+    """--model-names: a JSON list, a list of lists, or lines."""
     model, optimizer = trained()
     torch.save({"optimizer": optimizer.state_dict(), "weights": model.state_dict()}, tmp_path / "last.pt")
     names = [f"renamed.{name}" for name, _ in model.named_parameters()]
-    text = {"flat": json.dumps(names), "nested": json.dumps([names])}[form]
+    text = {"flat": json.dumps(names), "nested": json.dumps([names]), "lines": "\n".join(names)}[form]
     (tmp_path / "names").write_text(text)
     torch.save({"optimizer": optimizer.state_dict(), "scaler": SCALER}, tmp_path / "last.pt")
     arguments = ["convert", str(tmp_path / "last.pt"), str(tmp_path / "ours.pt")]

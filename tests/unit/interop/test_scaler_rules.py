@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megascale.interop import DeepSpeedGradScaler, load_scaler_state
 from tests.counting import HOST_READ, OperatorCounter
-from tests.unit.interop.oracles import DeepSpeed, Megatron, Torch
+from tests.unit.interop.oracles import DeepSpeed, Megatron, OldMegatron, Torch
 
 SCALE = 2.0**20
 # At most 60 steps from 2**20: no peer leaves the range that ours has.
@@ -33,16 +33,17 @@ def after(peer: Any, steps: list[bool]) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [DeepSpeed, OldMegatron])
 @given(window=WINDOW, hysteresis=HYSTERESIS, consecutive=st.booleans(), before=STEPS, later=STEPS)
 @example(window=3, hysteresis=2, consecutive=False, before=[False] * 3, later=[False] * 20)  # a first growth is next
 @example(window=3, hysteresis=2, consecutive=False, before=[False] * 4, later=[False] * 20)  # it has just grown
 @example(window=3, hysteresis=2, consecutive=True, before=[True] * 3, later=[False] * 20)  # a first growth is far
 @settings(max_examples=150, deadline=None)
 def test_iteration_counts_become_trackers(
-    window: int, hysteresis: int, consecutive: bool, before: list[bool], later: list[bool]
+    kind: Any, window: int, hysteresis: int, consecutive: bool, before: list[bool], later: list[bool]
 ) -> None:
-    """DeepSpeed's cur_iter and last_overflow_iter continue exactly from every state."""
-    peer = after(DeepSpeed(SCALE, window, hysteresis, consecutive), before)
+    """DeepSpeed's cur_iter and last_overflow_iter, and old Megatron's, continue exactly from every state."""
+    peer = after(kind(SCALE, window, hysteresis, consecutive), before)
     follows(load_scaler_state(peer.saved()).build_grad_scaler(), peer, later)
 
 

@@ -96,7 +96,7 @@ def test_the_warning_names_the_users_line(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(selection._MAKERS, "native", cannot)
     with pytest.warns(UserWarning, match="Using the torch backend") as caught:
         optimizer = MixedPrecisionOptimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1))
-    assert optimizer.backend.name == "torch"
+    assert optimizer._backend.name == "torch"
     assert [warning.filename for warning in caught] == [__file__]
 
 

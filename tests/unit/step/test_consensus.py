@@ -245,6 +245,6 @@ def test_every_option_that_a_step_reads_is_a_fact(kind: Any, options: dict[str, 
         optimizer.scale_loss(net(torch.ones(2, 4).half()).float().sum()).backward()
         assert optimizer.step().success
     assert {"params", "lr"} <= seen
-    [compared] = optimizer.recipe._facts._options().values()
+    [compared] = optimizer._recipe._facts._options().values()
     facts = {label.removesuffix(" of param group 0") for label in compared}
     assert seen - facts - set(facts_module._NOT_COMPARED) == set()

@@ -159,7 +159,7 @@ def test_attention_of_several_heads_is_hidden(attention: str, head: str) -> None
     config = OptimizerConfig(optimizer="muon", lr=1e-2)
     chain = build_optimizer(config, module)
     assert isinstance(chain, ChainedOptimizer)
-    names = {type(one.optimizer).__name__: one.param_names() for one in chain.optimizers}
+    names = {type(one.optimizer).__name__: one._param_names() for one in chain.optimizers}
     assert names["Muon"] == [f"{attention}.in_proj_weight", f"{attention}.out_proj.weight"]
     assert f"{head}.weight" in names["AdamW" if "AdamW" in names else "Adam"]
 

@@ -62,7 +62,7 @@ def test_model_params_are_back_after_a_step(kind: type[Plain] | type[Sign]) -> N
         optimizer.step()
         assert all(held is p for held, p in zip(inner.param_groups[0]["params"], module.params, strict=True))
         assert all(p.grad is grad for p, grad in zip(module.params, grads, strict=True))
-        assert all(main.grad is None or not p.is_copy for p in optimizer.live_state().main_params for main in [p.main])
+        assert all(main.grad is None or not p.is_copy for p in optimizer._live_state().main_params for main in [p.main])
         assert set(map(id, inner.state)) <= set(map(id, module.params))
     if kind is not Plain:
         assert set(map(id, inner.state)) == set(map(id, module.params))
@@ -122,7 +122,7 @@ def test_what_torchs_step_cannot_use_is_its_error(wrong: str) -> None:
     groups = [{"params": [param]} for param in module.params]
     optimizer = _wrapped(module, torch.optim.RMSprop(groups, lr=0.1))
     set_grads(module, 0)
-    optimizer.recipe.grads_are_scaled = True
+    optimizer._recipe.grads_are_scaled = True
     optimizer.step()
     saved, weights = optimizer.state_dict(), {name: value.clone() for name, value in module.state_dict().items()}
     set_grads(module, 1)

@@ -158,7 +158,7 @@ def test_the_update_reads_the_gradients_that_are_there(change: str, second_half:
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD(module.named_parameters(), lr=1.0), config, scaler)
     _backward(module, optimizer, 0)
     optimizer.prepare_grads()
-    decision = optimizer.decision
+    decision = optimizer._decision
     assert decision is not None
     before = {name: main.clone() for name, main in optimizer.main_params()}
     CHANGES[change](module.head.weight)
@@ -201,7 +201,7 @@ def test_an_update_that_was_interrupted_is_not_taken_again() -> None:
     optimizer.prepare_grads()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    assert optimizer.decision is None
+    assert optimizer._decision is None
     with pytest.raises(UsageError, match=r"needs prepare_grads\(\) first"):
         optimizer.step_with_ready_grads()
 
