@@ -94,6 +94,9 @@ class KernelState:
                 require_holdable(param)
         first = [name for name in names if name == "step"]  # in torch's order
         every = list(dict.fromkeys([*first, *with_scales(names, self._dtypes)]))
+        # Each step asks for it: what is there already is not taken in, copied and shown anew.
+        if not fills and all(self._kept(param).keys() >= set(every) for param in params):
+            return
         self._take_in(params, [every] * len(params), fills=fills)
         self._shown = []  # what others show is taken in next time
 
