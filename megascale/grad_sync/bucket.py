@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megascale.grad_sync.layout import Bucket
 from megascale.grad_sync.reduction import BucketReduction, Divisor
 from megascale.parallel import GradGroup
-from megascale.utils.collectives import group_rank
 from megascale.utils.host_memory import host_copies, storage_bytes
 from megascale.utils.streams import WriteOrder
 
@@ -66,10 +65,6 @@ class FlatBucket:
             self.flat.copy_(self._host.view(self.flat.dtype), non_blocking=self._host.is_pinned())
             self._host = None
 
-    def shard(self, rank: int) -> Tensor:
-        """Return the part that ``rank`` owns."""
-        return self.flat[self.bucket.borders[rank] : self.bucket.borders[rank + 1]]
-
     def parts(self, rank: int) -> dict[str, Tensor]:
         """Return the memory of what ``rank`` owns of each parameter, by name: 1-D, empty where it owns nothing.
 
@@ -102,11 +97,6 @@ class SyncedBucket:
 
     def __post_init__(self) -> None:
         self.reset()
-
-    @property
-    def rank(self) -> int:
-        """The index of this rank's shard."""
-        return group_rank(self.group.shard)
 
     def reset(self) -> None:
         """Begin a new step."""

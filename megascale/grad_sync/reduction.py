@@ -84,6 +84,7 @@ class BucketReduction(ABC):
         aside: the current stream of :meth:`start` is one of reductions alone, which may wait for them.
 
     Attributes:
+        rank: the index of this rank's shard.
         own: where in the bucket lies what this rank keeps: its shard, or all of it.
         kept: 1-D: that part of the bucket.
     """

@@ -147,7 +147,7 @@ class GradSync:
         check_syncable(params)
         added = self._build(params, param_groups or {})
         for index, bucket in enumerate(added, start=len(self.buckets)):
-            local = bucket.memory.parts(bucket.rank) if self.is_sharded else bucket.memory.views
+            local = bucket.memory.parts(bucket.reduction.rank) if self.is_sharded else bucket.memory.views
             for name, param in bucket.params.items():
                 self._main_grads[id(param)] = bucket.memory.views[name]
                 self._local_grads[id(param)] = local[name]

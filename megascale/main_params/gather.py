@@ -26,8 +26,8 @@ class GatheredBucket:
         self.synced = synced
         dtype = next(iter(synced.params.values())).dtype
         self.memory = FlatBucket(synced.memory.bucket, synced.params, dtype, synced.memory.flat.device)
-        shards = [self.memory.flat[begin:end] for begin, end in pairwise(self.memory.bucket.borders)]
-        self._uneven = None if len(set(map(Tensor.numel, shards))) == 1 else shards
+        self._shards = [self.memory.flat[begin:end] for begin, end in pairwise(self.memory.bucket.borders)]
+        self._uneven = None if len(set(map(Tensor.numel, self._shards))) == 1 else self._shards
         self._arrival: Arrival | None = None
         self._watch: WriteWatch | None = None
         self._written_too_early = written_too_early
@@ -51,7 +51,7 @@ class GatheredBucket:
     def start(self) -> None:
         """Start the gather of this rank's shard, behind the work of the current stream, and those of others."""
         self.was_started = True
-        shard, tag = self.memory.shard(self.synced.rank), self.synced.tag | GATHER_BIT
+        shard, tag = self._shards[self.synced.reduction.rank], self.synced.tag | GATHER_BIT
         gather = all_gather_start(self.memory.flat, shard, self.synced.group.shard, tag, self._uneven)
         self._arrival = Arrival(gather.wait, self.memory.flat.device)
 
@@ -79,6 +79,7 @@ class ParamGather:
 
     Attributes:
         buckets: in the order of their gradients' buckets, the reverse of that in which forward needs them.
+        bucket_of: by id of a parameter, the bucket that holds it.
         written_too_early: names of params that a program wrote between a step and the arrival of their weights, which
             replaced them.
     """
@@ -88,7 +89,7 @@ class ParamGather:
         self.written_too_early: list[str] = []
         self.overlap = overlap
         self._modules = modules
-        self._bucket_of: dict[int, GatheredBucket] = {}
+        self.bucket_of: dict[int, GatheredBucket] = {}
         self._hooks = GatherHooks(self)
         # When this object is freed the model is whole. This only waits for gathers that every rank has started.
         finalize(self, _wait, self.buckets).atexit = False
@@ -99,14 +100,10 @@ class ParamGather:
         self.buckets.append(gathered)
         for name, param in synced.params.items():
             gathered.point(name, param)
-            self._bucket_of[id(param)] = gathered
+            self.bucket_of[id(param)] = gathered
         if self.overlap:
             self._hooks.add(self._modules)
         return gathered
-
-    def bucket_of(self, param: Tensor) -> GatheredBucket:
-        """Return the bucket that holds ``param``, which is gathered."""
-        return self._bucket_of[id(param)]
 
     def start_all(self) -> None:
         """Start the gathers that this step has not started: all ranks gather every bucket, updated or not.
@@ -131,7 +128,7 @@ class ParamGather:
     def wait_for(self, params: Iterable[nn.Parameter]) -> None:
         """Wait until these parameters are whole."""
         for param in params:
-            bucket = self._bucket_of.get(id(param))
+            bucket = self.bucket_of.get(id(param))
             if bucket is not None:
                 bucket.wait()
 

@@ -50,7 +50,7 @@ class OwnedMainParams(ShardedMainParams):
 
     @override
     def export_state(self, param: MainParam, state: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
-        group = self._gather.bucket_of(param.model).synced.group.shard
+        group = self._gather.bucket_of[id(param.model)].synced.group.shard
 
         def export(leaf: Any) -> Tensor:
             value = leaf.detach() if param.is_owned else torch.empty(0, dtype=leaf.dtype, device=param.main.device)

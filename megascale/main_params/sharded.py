@@ -81,8 +81,8 @@ class ShardedMainParams(MainParams):
         for synced in added:
             self.everywhere = {**self.everywhere, **synced.params}
             memory = self._gather.add(synced).memory
-            shards |= memory.parts(synced.rank)
-            pieces |= {piece.name: piece for piece in memory.bucket.pieces(synced.rank)}
+            shards |= memory.parts(synced.reduction.rank)
+            pieces |= {piece.name: piece for piece in memory.bucket.pieces(synced.reduction.rank)}
         # A bucket's parameters are updated in one unit, and gathered after it: they live in one place, on all ranks.
         on_host = self.host_buffers(shards, [(list(one.params), one.memory.flat.numel()) for one in reversed(added)])
         copies = main_memory(shards, on_host, as_remainders=self.stores_remainders)
@@ -170,7 +170,7 @@ class ShardedMainParams(MainParams):
         No gather may be under way.
         """
         for param in self:
-            bucket = self._gather.bucket_of(param.model)
+            bucket = self._gather.bucket_of[id(param.model)]
             if not bucket.is_view(param.name, param.model):
                 bucket.point(param.name, param.model)
                 if param.is_copy:
@@ -180,7 +180,7 @@ class ShardedMainParams(MainParams):
     def mark_written(self, unit: UpdateUnit) -> None:
         """See :class:`MainParams`. Starts the gather of the bucket that the unit is in."""
         super().mark_written(unit)
-        self._gather.bucket_of((unit.params or unit.elsewhere)[0].model).start()
+        self._gather.bucket_of[id((unit.params or unit.elsewhere)[0].model)].start()
 
     @override
     def wait(self) -> None:
@@ -218,7 +218,7 @@ class ShardedMainParams(MainParams):
     @override
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
         """See :class:`MainParams`. Whole tensors are in host memory."""
-        group = self._gather.bucket_of(param.model).synced.group.shard
+        group = self._gather.bucket_of[id(param.model)].synced.group.shard
         exported: dict[str, Tensor] = {}
         for key, value in values.items():
             shape, start = param.model.shape, param.start
