@@ -119,13 +119,12 @@ class _Broadcasts:
 
 def _by_collectives(native: bool, shard: str) -> tuple[dict[str, Tensor], dict[str, int], int]:
     from megascale.grad_sync import reduction
-    from megascale.main_params import gather
     from megascale.utils import collectives
 
     module, gathers = net(), _Broadcasts()
     with pytest.MonkeyPatch.context() as patch:
         if native:
-            for place in (collectives, reduction, gather):
+            for place in (collectives, reduction):
                 patch.setattr(place, "is_message_passing", lambda *_: False)
             patch.setattr(dist, "all_gather", gathers)
         optimizer = build(module, "sign", shard=shard, elementwise=True)
