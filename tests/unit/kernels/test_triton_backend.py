@@ -192,12 +192,14 @@ TYPES |= dict.fromkeys(("growth_factor", "backoff_factor"), "fp64")
 TYPES |= dict.fromkeys(("clip_grad", "epsilon", "most_norm"), "fp64") | {"success": "*i1"}
 TYPES |= {"growth_interval": "i64", "hysteresis": "i64"}
 DTYPES = {"MODEL_DTYPE": tl.float16, "GRAD_DTYPE": tl.bfloat16}
-FLAGS = {"COUNT_ZEROS": True, "DAMPENED": True, "NESTEROV": True, "DECOUPLED": True, "L2": True, "MAXIMIZE": True}
+FLAGS = {"COUNT_ZEROS": True, "COUNTS": True, "NESTEROV": True, "DECOUPLED": True, "L2": True, "MAXIMIZE": True}
 FLAGS |= {"HELD": False, "CODES": False, "SCALED": True, "CLIPS": True, "COMPARES": True, "EACH_CLEAN_STEP": False}
-for name in ("adam", "sgd", "lion", "write_back", "measure", "total", "decide", "rescale", "rescale fp64"):
+FLAGS |= {"ENCODE": True}
+NAMES = "update adam", "update sgd", "update lion", "hold", "measure", "total", "decide", "rescale", "rescale fp64"
+for name in NAMES:
     kernel = getattr(kernels, f"{name.split()[0]}_kernel")
     known = {"COLUMNS": 11, "CHUNK": 1 << 14, "BLOCK": 1 << 10, "FAN": 256} | DTYPES | FLAGS
-    known["FP64_PRODUCTS"] = name.endswith("fp64")
+    known |= {"FP64_PRODUCTS": name.endswith("fp64"), "RULE": name.split()[-1]}
     constants = {p: known.get(p, tl.float32) for p in kernel.arg_names if p.isupper()}
     signature = {p: "constexpr" if p in constants else TYPES.get(p, "fp32") for p in kernel.arg_names}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(p),): value for p, value in constants.items()})
@@ -226,6 +228,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Any) -> None:
     assert done.returncode == 0, done.stderr
     first, *lines = done.stdout.splitlines()
     assert "set TRITON_INTERPRET=1 before Python starts" in first
-    kernels = ("adam", "sgd", "lion", "write_back", "measure", "total", "decide", "rescale", "rescale fp64")
+    updates = ("update adam", "update sgd", "update lion")
+    kernels = (*updates, "hold", "measure", "total", "decide", "rescale", "rescale fp64")
     wide = ["wide" if name in kernels[:5] else "narrow" for name in kernels]
     assert lines == [f"{name} fused 0 approximate 0 {width}" for name, width in zip(kernels, wide, strict=True)]
