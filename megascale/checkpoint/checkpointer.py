@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint.agreement import gathered, named, raise_on_all_ranks
-from megascale.checkpoint.contents import Contents, SavedOptimizer, check_types, collect
+from megascale.checkpoint.contents import Contents, check_types, collect
 from megascale.checkpoint.files import write_file
 from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
@@ -80,7 +81,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self,
         step: int,
         model: nn.Module,
-        optimizer: SavedOptimizer | None = None,
+        optimizer: MegascaleOptimizer | None = None,
         *,
         user_state: Any = None,
         rank_state: Any = None,
@@ -126,7 +127,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._background.join()
 
     def load(
-        self, model: nn.Module, optimizer: SavedOptimizer | None = None, *, step: int | None = None, strict: bool = True
+        self,
+        model: nn.Module,
+        optimizer: MegascaleOptimizer | None = None,
+        *,
+        step: int | None = None,
+        strict: bool = True,
     ) -> LoadedCheckpoint:
         """Load the latest checkpoint, or the one of ``step``; see :func:`load`."""
         self.wait()
@@ -152,7 +158,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 self.wait()
 
     def _agreed_contents(
-        self, step: int, model: nn.Module, optimizer: SavedOptimizer | None, user_state: Any, rank_state: Any
+        self, step: int, model: nn.Module, optimizer: MegascaleOptimizer | None, user_state: Any, rank_state: Any
     ) -> tuple[Manifest, dict[Place, Tensor]]:
         """Return the manifest, still without files, and what this rank writes. Raises on all ranks alike.
 
@@ -239,7 +245,7 @@ def save(
     directory: str | os.PathLike[str],
     step: int,
     model: nn.Module,
-    optimizer: SavedOptimizer | None = None,
+    optimizer: MegascaleOptimizer | None = None,
     *,
     user_state: Any = None,
     rank_state: Any = None,

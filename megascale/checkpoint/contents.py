@@ -4,13 +4,14 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
 from megascale.checkpoint.pieces import RANK_PART
@@ -18,43 +19,12 @@ from megascale.errors import ArgumentTypeError, CheckpointError, listed
 from megascale.kernels.remainders import REMAINDER_DTYPE
 from megascale.main_params.shard import ParamShard
 from megascale.parallel import ParallelGroups, is_expert
-from megascale.state.live_state import LiveState
 from megascale.utils.collectives import group_size
 
 MAIN_PARAMS = "optimizer/main_params"
 """The key of the main params."""
 PARAM_NAMES = "param_names"
 """The part that maps the optimizer's names of parameters to the model's, where they differ."""
-
-
-@runtime_checkable
-class SavedOptimizer(Protocol):
-    """The methods of an optimizer that checkpoints need. megascale's have them, bare torch optimizers do not."""
-
-    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return tensors and primitives, the same keys on every rank; ``copy=False``: live tensors."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Load on all ranks, or raise the same error on all with nothing changed."""
-
-    def _pack(self, *, copy: bool, decode: bool = True, to_load: bool = False) -> dict[str, Any]:
-        """Return the state dict, with ``decode=False`` with remainders in place of the main params held so.
-
-        ``to_load``: its values are about to be replaced, so that no update that failed is an error.
-        """
-
-    def _live_states(self) -> list[LiveState]:
-        """Return the live state of each optimizer that steps here: several of a chain."""
-
-    def _live_parts(self, state_dict: Any, strict: bool) -> list[tuple[LiveState, Mapping[str, Any]]]:
-        """Return each of :meth:`_live_states` and its part of a state dict. Raises StateDictError."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The model params, in the order in which `state_dict` names them."""
-
-    def reload_model_params(self) -> None:
-        """Set the main params from the model params."""
 
 
 _UNCOMPARED = (torch.complex32, torch.complex64, torch.complex128, torch.bool)
@@ -102,7 +72,7 @@ class Contents:
 
 def collect(
     model: nn.Module,
-    optimizer: SavedOptimizer | None,
+    optimizer: MegascaleOptimizer | None,
     user_state: Any,
     rank_state: Any,
     rank: int,
@@ -133,11 +103,11 @@ def collect(
     return Contents(trees, rank_tree, tensors)
 
 
-def check_types(model: nn.Module, optimizer: SavedOptimizer | None) -> None:
+def check_types(model: nn.Module, optimizer: MegascaleOptimizer | None) -> None:
     """Raise ArgumentTypeError unless these are a module, and one of our optimizers or None."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, SavedOptimizer):
+    if optimizer is not None and not isinstance(optimizer, MegascaleOptimizer):
         raise ArgumentTypeError(
             f"optimizer must be an optimizer of megascale or None, got {type(optimizer).__name__}; wrap a torch "
             "optimizer first"
@@ -155,12 +125,12 @@ def model_state(model: nn.Module, shards: Mapping[int, ParamShard] | None = None
     return {name: (shards or {}).get(id(value), value) for name, value in state.items()}
 
 
-def shards_of(optimizer: SavedOptimizer) -> dict[int, ParamShard]:
+def shards_of(optimizer: MegascaleOptimizer) -> dict[int, ParamShard]:
     """Return, by id of the parameter, the part that this rank keeps of each sharded model param, live."""
     return {key: shard for live in optimizer._live_states() for key, shard in live.main_params.model_shards().items()}
 
 
-def names_in(packed: Mapping[str, Any], optimizer: SavedOptimizer) -> dict[int, str]:
+def names_in(packed: Mapping[str, Any], optimizer: MegascaleOptimizer) -> dict[int, str]:
     """Return the name of every parameter in the optimizer's state dict ``packed``, by id."""
     groups = zip(optimizer.param_groups, packed["optimizer"]["param_groups"], strict=True)
     return {

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megascale.base_optimizer import MegascaleOptimizer
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint import remainders, renaming
 from megascale.checkpoint.agreement import gathered, named, raise_on_all_ranks
 from megascale.checkpoint.contents import (
-    SavedOptimizer,
     bare,
     check_types,
     compare_model,
@@ -62,7 +62,7 @@ class LoadedCheckpoint:
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: SavedOptimizer | None = None,
+    optimizer: MegascaleOptimizer | None = None,
     *,
     step: int | None = None,
     strict: bool = True,
@@ -150,7 +150,7 @@ def _stage(
     folder: Path,
     manifest: Manifest,
     model: nn.Module,
-    optimizer: SavedOptimizer | None,
+    optimizer: MegascaleOptimizer | None,
     strict: bool,
     group: ProcessGroup | None,
 ) -> _Staged:
@@ -200,7 +200,7 @@ def _stage(
 
 
 def _leave_to_optimizer(
-    weights: dict[str, Any], main_params: dict[str, Any], optimizer: SavedOptimizer, model: nn.Module
+    weights: dict[str, Any], main_params: dict[str, Any], optimizer: MegascaleOptimizer, model: nn.Module
 ) -> None:
     """Of weights that were saved in another precision, leave those to the optimizer whose fp32 values are known.
 
@@ -228,7 +228,7 @@ def _leave_to_optimizer(
 
 def _load_in_place(
     folder: Path,
-    optimizer: SavedOptimizer,
+    optimizer: MegascaleOptimizer,
     state_dict: dict[str, Any],
     in_place: PlannedRead | None,
     strict: bool,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megascale.checkpoint.contents import MAIN_PARAMS, SavedOptimizer, model_state, names_in, shards_of
+from megascale.base_optimizer import MegascaleOptimizer
+from megascale.checkpoint.contents import MAIN_PARAMS, model_state, names_in, shards_of
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Tree, flatten, join, leaves
 from megascale.checkpoint.remainders import is_remainder
@@ -31,7 +32,7 @@ class ReadTargets:
     _in_place: bool = False
 
     @classmethod
-    def of(cls, manifest: Manifest, model: nn.Module, optimizer: SavedOptimizer | None) -> "ReadTargets":
+    def of(cls, manifest: Manifest, model: nn.Module, optimizer: MegascaleOptimizer | None) -> "ReadTargets":
         """Return references to live tensors. ``optimizer``: None if its state is not to be loaded."""
         if optimizer is None:
             return cls(flatten(model_state(model), "model")[1])

@@ -13,14 +13,15 @@ from typing import Any
 
 from torch import nn
 
-from megascale.checkpoint.contents import PARAM_NAMES, SavedOptimizer, model_state
+from megascale.base_optimizer import MegascaleOptimizer
+from megascale.checkpoint.contents import PARAM_NAMES, model_state
 from megascale.checkpoint.manifest import Manifest
 from megascale.checkpoint.nest import Form, flatten, leaves, unflatten
 from megascale.errors import CheckpointError, StateDictError
 from megascale.utils.param_names import by_position, renames
 
 
-def under_live_names(manifest: Manifest, model: nn.Module, optimizer: SavedOptimizer | None) -> Manifest:
+def under_live_names(manifest: Manifest, model: nn.Module, optimizer: MegascaleOptimizer | None) -> Manifest:
     """Return the manifest as if the checkpoint had been saved under the names that are live here.
 
     Args:
