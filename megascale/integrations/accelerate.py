@@ -71,7 +71,7 @@ class Accelerator(accelerate.Accelerator):
                     prepared.optimizer = unsharded.wrap(unsharded.optimizer)
                     check_fits(self, prepared.optimizer)
                     self._optimizers.append(prepared)
-            for part in (part for prepared in self._ours() for part in prepared.optimizer.parts()):
+            for part in (part for prepared in self._ours() for part in prepared.optimizer._parts()):
                 part.main_params()
         return result
 
