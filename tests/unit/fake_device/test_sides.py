@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from megascale import DistributedOptimizer, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.grad_sync import GradSync
 from megascale.grad_sync.sharded_sync import ShardedGradSync
-from megascale.utils import streams
 from megascale.utils.streams import Arrival, WriteOrder
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.orders import RUNS
@@ -101,7 +100,7 @@ LIVES: dict[str, tuple[dict[str, Any], bool, tuple[Any, str, Any]]] = {
     "memory is kept for its streams": (
         {"dropped": True},
         True,
-        (streams, "keep", lambda tensor, stream: None),
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
     ),
     "every stream waits for a gather": (
         {"sharded": True, "overlap_param_gather": True},

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascale.main_params import grad_copies, weight_arrivals
+from megascale.main_params import weight_arrivals
 from tests.fake_device.device import FakeDevice, WrittenAfterFree
 from tests.fake_device.orders import RUNS, Run, noticed
 from tests.fake_device.process import OnDevice
@@ -97,10 +97,10 @@ def _dropped_meanwhile(device: FakeDevice, *, steps: bool) -> list[tuple[str, in
 
 def _all_dropped_meanwhile(device: FakeDevice) -> list[tuple[list[tuple[str, int]], bool]]:
     found = []
-    for steps, module in ((True, weight_arrivals), (False, grad_copies)):
+    for steps in (True, False):
         written = _dropped_meanwhile(device, steps=steps)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(module, "keep", lambda *_: None)
+            patched.setattr(torch.Tensor, "record_stream", lambda *_: None)
             # It holds the weights until somebody has waited, on whatever stream.
             patched.setattr(weight_arrivals, "WriteWatch", lambda params: SimpleNamespace(written=lambda: []))
             found.append((written, bool(_dropped_meanwhile(device, steps=steps))))
@@ -108,5 +108,5 @@ def _all_dropped_meanwhile(device: FakeDevice) -> list[tuple[list[tuple[str, int
 
 
 def test_what_is_dropped_meanwhile_is_not_written(on_device: OnDevice) -> None:
-    """A model, or its optimizer, that is dropped while bytes travel: memory is kept until they are there, by keep()."""
+    """A model, or its optimizer, that is dropped while bytes travel: record_stream() keeps memory until they are there."""
     assert on_device(_all_dropped_meanwhile) == [([], True)] * 2
