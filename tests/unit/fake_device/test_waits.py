@@ -108,5 +108,5 @@ def _all_dropped_meanwhile(device: FakeDevice) -> list[tuple[list[tuple[str, int
 
 
 def test_what_is_dropped_meanwhile_is_not_written(on_device: OnDevice) -> None:
-    """A model, or its optimizer, that is dropped while bytes travel: record_stream() keeps memory until they are there."""
+    """A model, or its optimizer, that is dropped while bytes travel: its memory is kept, by record_stream()."""
     assert on_device(_all_dropped_meanwhile) == [([], True)] * 2
