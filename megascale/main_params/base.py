@@ -82,7 +82,12 @@ class MainParams:
         if not self._is_unchanged(param_groups):
             self.residence.require_here("a change of param_groups")
             for group in param_groups:  # a tuple or an iterator, of which torch's add_param_group makes a list, too
-                group["params"] = list(group["params"])
+                params = group.get("params")
+                if isinstance(params, Tensor) or not isinstance(params, Iterable):
+                    raise ArgumentTypeError(
+                        f"params of a param group must be a list of parameters, got a {type(params).__name__}"
+                    )
+                group["params"] = params if isinstance(params, list) else list(params)
             made = self._add_new(param_groups)
             written = self.tracker.written()  # slots are those of another tracker
         if written:

@@ -48,7 +48,6 @@ NOT_SIMULATED = {
         "test_module_copies.py*torch.save*",
         "test_sharded_checkpoint_variants.py::test_state_of_scalar_parameters_is_sharded*",
         "test_state_copies.py::test_each_rank_loads_its_own*",
-        "test_state_copies.py::test_on_other_ranks_the_error_names_the_pieces*",
     ),
     "the simulated device has no sparse tensors": (
         "test_assigned_grads.py*sparse*",

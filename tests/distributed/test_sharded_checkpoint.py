@@ -167,14 +167,14 @@ def _load(checkpointer: Checkpointer, model: nn.Module, optimizer: Any) -> None:
     checkpointer.load(model, optimizer, strict=False)
 
 
-def _at_removal(patch: pytest.MonkeyPatch, _: Any) -> None:
-    patch.setattr(checkpoint_directory, "finish_removals", _full_disk)
+def _at_listing(patch: pytest.MonkeyPatch, _: Any) -> None:
+    patch.setattr(checkpoint_directory, "complete", _full_disk)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch, Any], object], Callable[..., object], str]] = {
     "a full disk": (lambda patch, _: patch.setattr(os, "fsync", _full_disk), _save_while_training, "cannot write"),
-    "a folder": (_at_removal, _load, "cannot remove old checkpoints"),
-    "a look": (_at_removal, lambda checkpointer, *_: checkpointer.latest(), "cannot look for checkpoints"),
+    "a folder": (_at_listing, _load, ""),
+    "a look": (_at_listing, lambda checkpointer, *_: checkpointer.latest(), "cannot look for checkpoints"),
     "a hook": (lambda _, optimizer: optimizer.register_state_dict_post_hook(_full_disk), _load, ""),
     "a late hook": (lambda _, optimizer: optimizer.register_load_state_dict_post_hook(_full_disk), _load, ""),
     "a read": (_at_read(1), _load, ""),

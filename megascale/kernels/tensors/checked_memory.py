@@ -23,6 +23,7 @@ amp :mod:`megascale.amp.local_grads` checks parameters and gradients, and :mod:`
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,15 +68,33 @@ def tensor_fault(tensor: Tensor) -> str | None:
 
 
 def sharing(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the indices of two tensors that share a byte, none if no two do. The tensors have memory.
+    """Return the indices of two tensors that share a byte, none if no two do.
 
-    Those with gaps between their elements are not looked at: the columns of a matrix interleave, and share none.
+    Views that interleave, as the columns of a matrix, share none. If several pairs share, it is the smallest one by
+    (second index, first index). The tensors have memory: see :func:`memory_fault`.
     """
-    dense = [at for at, one in enumerate(tensors) if one.numel() and reach(one.shape, one.stride()) == one.numel()]
-    last, end = -1, 0
-    for index in sorted(dense, key=lambda at: tensors[at].data_ptr()):
+    # In the order of their addresses, so that one is compared only with those that reach beyond its first element.
+    order = sorted(
+        (index for index, tensor in enumerate(tensors) if tensor.numel()), key=lambda at: tensors[at].data_ptr()
+    )
+    found: list[list[int]] = []
+    reaching: list[tuple[int, int]] = []
+    for index in order:
         begin = tensors[index].data_ptr()
-        if begin < end:
-            return sorted((last, index))
-        last, end = index, begin + tensors[index].nbytes
-    return []
+        reaching = [(other, end) for other, end in reaching if end > begin]
+        for other, _ in reaching:
+            if np.shares_memory(_Bytes(tensors[other]), _Bytes(tensors[index])):
+                found.append(sorted((other, index)))
+        extent = reach(tensors[index].shape, tensors[index].stride()) * tensors[index].element_size()
+        reaching.append((index, begin + extent))
+    return min(found, key=lambda pair: pair[::-1], default=[])
+
+
+class _Bytes:
+    """What numpy needs to know of an array of the same bytes. Nobody may read its elements: it may be on a device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        strides = tuple(stride * size for stride in tensor.stride())
+        place = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides}
+        self.__array_interface__ = {"version": 3, "typestr": f"|V{size}", **place}

@@ -72,7 +72,7 @@ def test_a_scale_that_is_nan_spoils_what_it_does_in_the_reference(numel: int) ->
         for step in (2, 3):
             set_grads(module, step, scale=1.0)
             optimizer.step()
-        return optimizer.state[module.params[0]] | {"weights": module.params[0].detach()}
+        return {**optimizer.state[module.params[0]], "weights": module.params[0].detach()}
 
     found = [spoiled(backend) for backend in BACKENDS]
     assert found[0]["weights"].isnan().any() == (numel == 64)
