@@ -8,6 +8,7 @@ accelerator, when its gradients are gone.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -44,22 +45,24 @@ class Losses:
     """References to the losses since the last step. No copy and no read: each is one tensor without its graph.
 
     Attributes:
-        kept: in their order; None for what is no tensor. At most :data:`MOST_LOSSES` and one.
+        count: how many there were; a list of losses, of which nothing is known, counts as too many.
     """
 
     def __init__(self) -> None:
-        self.kept: list[Tensor | None] = []
+        self.count = 0
+        self._kept: list[Tensor] = []
 
     def add(self, loss: Any) -> None:
-        """Keep a loss, not scaled, of any shape and floating-point dtype. Of a list of losses nothing is known."""
-        if len(self.kept) <= MOST_LOSSES:
-            self.kept.append(loss.detach() if isinstance(loss, Tensor) else None)
+        """Keep a loss, not scaled, of any shape and floating-point dtype."""
+        self.count += 1 if isinstance(loss, Tensor) else MOST_LOSSES + 1
+        if self.count <= MOST_LOSSES:
+            self._kept.append(loss.detach())
 
     def take(self) -> list[Tensor] | None:
         """Return the losses since the last call; None where there was none, or not all of them were kept."""
-        kept, self.kept = self.kept, []
-        known = [loss for loss in kept if loss is not None]
-        return known if 0 < len(known) == len(kept) <= MOST_LOSSES else None
+        kept = self._kept if 0 < self.count <= MOST_LOSSES else None
+        self.count, self._kept = 0, []
+        return kept
 
 
 def non_finite_losses(losses: Sequence[Tensor] | None, rank: int) -> tuple[NonFiniteLoss, ...] | None:
@@ -122,7 +125,7 @@ class LastOverflow(ABC):
 
     def _take_seen(self, params: Callable[[], Iterable[Tensor]]) -> BetweenSteps:
         """Return what was seen since the last call. ``params``: returns those that are trained; asked rarely."""
-        micro_batch = 0 if len(self.losses.kept) == 1 else None
+        micro_batch = 0 if self.losses.count == 1 else None
         grads = None if self.listener is None else self.listener.take()
         modules: list[SeenModule] = []
         if LIVE:
@@ -214,8 +217,8 @@ class OverflowRecorder(LastOverflow):
             scale = live.tolist()[0] if self._on_host else None if self.listener is None else live.clone()
         return StepRecord(
             None if capturing else self._members[0].counter.taken,
-            [own.params for own in collected],
-            [own.weights for own in collected],
+            list(map(attrgetter("params"), collected)),
+            list(map(attrgetter("weights"), collected)),
             stats.non_finite,
             stats.vector,
             found_inf,
