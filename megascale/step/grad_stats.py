@@ -112,6 +112,15 @@ class Holders:
         contrast, tensor_contrast = contrast_coefficients(num_replicas)[index], contrast_coefficients(size)[place]
         return GradWeight(share, share * contrast, share * tensor_contrast)
 
+    def replica_sets(self, param: nn.Parameter) -> dict[str, frozenset[int]]:
+        """Return the ranks that hold the gradient as this rank does, by what they are called."""
+        if getattr(param, "shared", False):
+            return {}
+        data = self._groups.of_param(param)
+        data_ranks = ranks_of(data.replicate if self._sharded else data.holders) & self._stats
+        sets = {"data-parallel": data_ranks, "tensor-parallel": self._tensor_copies(param)}
+        return {kind: ranks for kind, ranks in sets.items() if len(ranks) > 1}
+
     def _tensor_copies(self, param: nn.Parameter) -> frozenset[int]:
         """Return the tensor-parallel ranks that hold the parameter, or their mesh's part of it, alike."""
         if getattr(param, "tensor_model_parallel", False):
@@ -131,10 +140,13 @@ class GradStats:
         vector: shape [NUM_STATISTICS], fp64, indexed by :class:`megascale.kernels.Statistic`.
         non_finite: shape [number of gradients], this rank's non-finite elements of each gradient; None without
             gradients.
+        sum_squares: of each optimizer, shape [number of its gradients], this rank's sums of squares; None without
+            gradients.
     """
 
     vector: Tensor
     non_finite: Tensor | None
+    sum_squares: tuple[Tensor | None, ...]
 
 
 def measured_by_device(grads: TensorList, backend: Backend, count_zeros: bool, device: torch.device) -> TensorStats:
@@ -171,4 +183,5 @@ def combined(parts: Sequence[GradStats]) -> GradStats:
     return GradStats(
         torch.stack([part.vector for part in parts]).sum(0),
         torch.cat(non_finite) if non_finite else None,
+        tuple(squares for part in parts for squares in part.sum_squares),
     )

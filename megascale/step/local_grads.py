@@ -27,6 +27,9 @@ from megascale.utils.transfer import to_device_async
 
 REMEDY = "give that GradSync to this optimizer (grad_sync=...), or drop it, or call its detach()"
 
+ReplicaSet = tuple[str, tuple[int, ...], str]
+"""What ranks are called that hold the same gradient, which they are, and the parameter's name."""
+
 _GRAD = attrgetter("grad")
 
 
@@ -215,15 +218,31 @@ class ReadyGrads:
 
     def _weigh(self, params: Sequence[MainParam]) -> GradWeights:
         """Return the weights of the gradients' statistics."""
-        shares, contrasts, sync = [], [], self._grad_sync
+        shares, contrasts = [], []
         for param in params:
             weight = self._holders.of(param.model)
             shares.append(weight.share)
-            # Of the shards of a reduction, no two data-parallel ranks have the same.
-            is_compared = sync is None or sync.compares_replicas or sync.main_grad(param.model) is None
+            is_compared = self._are_data_replicas_compared(param)
             contrasts.append(weight.contrast if is_compared else weight.tensor_contrast)
         compares = any(contrasts) and not self._replicas_may_differ
         return GradWeights(self._column(shares), self._column(contrasts) if compares else None)
+
+    def replica_squares(self, params: Sequence[MainParam], sum_squares: Tensor | None) -> dict[ReplicaSet, float]:
+        """Return the sum of squares of each gradient that other ranks should hold, too. The host waits for it.
+
+        ``sum_squares``: those of all ``params``, in their order; None: there are none.
+        """
+        found: dict[ReplicaSet, float] = {}
+        for param, squares in zip(params, [] if sum_squares is None else sum_squares.tolist(), strict=True):
+            for kind, ranks in self._holders.replica_sets(param.model).items():
+                if kind == "tensor-parallel" or self._are_data_replicas_compared(param):
+                    found[kind, tuple(sorted(ranks)), param.name] = squares
+        return found
+
+    def _are_data_replicas_compared(self, param: MainParam) -> bool:
+        """Whether a step compares the gradients of data-parallel ranks: all but the shards of a reduction."""
+        sync = self._grad_sync
+        return sync is None or sync.compares_replicas or sync.main_grad(param.model) is None
 
     def _column(self, values: list[float]) -> Tensor:
         return to_device_async(torch.tensor(values, dtype=torch.float64, device="cpu"), self._device)

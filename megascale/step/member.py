@@ -222,13 +222,13 @@ class StepMember:
             vector[Statistic.ZEROS].fill_(0.0 if count_zeros else math.nan)
             vector[Statistic.ERRORS] = errors
             vector[Statistic.SCALED].fill_(marks)
-            return GradStats(vector, None)
+            return GradStats(vector, None, (None,))
         if grads.forms.devices == {self.device}:
             stats = self.backend.measure(grads, count_zeros)
         else:
             stats = measured_by_device(grads, self.backend, count_zeros, self.device)
         vector = self.backend.total(stats, collected.weights, errors, marks)
-        return GradStats(vector, stats.non_finite)
+        return GradStats(vector, stats.non_finite, (stats.sum_squares,))
 
     def absent(self, collected: Collected) -> dict[str, nn.Parameter]:
         """Return, by name, parameters that other ranks have, too, but that this rank leaves out.

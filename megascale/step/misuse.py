@@ -5,16 +5,17 @@ one user: such references are weak, so that an optimizer that is garbage-collect
 """
 
 import gc
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale.errors import ArgumentError, UsageError
+from megascale.errors import ArgumentError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import LARGEST_SUM_SQUARES, REPLICA_TOLERANCE, Statistic
+from megascale.step.local_grads import ReplicaSet
 from megascale.utils.live_objects import objects_of
 
 BUILD_LAST = (
@@ -132,18 +133,45 @@ def have_replicas_parted(agreed: Statistics) -> bool:
     return abs(agreed[Statistic.CONTRAST]) > REPLICA_TOLERANCE * agreed[Statistic.SUM_SQUARES]
 
 
-def parted_replicas_error() -> UsageError:
-    """Return the error for gradients that differ between ranks which should hold the same."""
+def differing_replicas(every: Iterable[Mapping[ReplicaSet, float]]) -> dict[str, list[str]]:
+    """Return, by what ranks are called, the names of parameters whose gradients differ between them.
+
+    ``every``: of each rank, the sums of squares of its gradients.
+    """
+    first: dict[ReplicaSet, float] = {}
+    differing: dict[str, dict[str, None]] = {}
+    for theirs in every:
+        for key, squares in theirs.items():
+            expected = first.setdefault(key, squares)
+            if abs(squares - expected) > REPLICA_TOLERANCE * max(squares, expected):
+                kind, _, name = key
+                differing.setdefault(kind, {})[name] = None
+    return {kind: list(names) for kind, names in differing.items()}
+
+
+def parted_replicas(differing: Mapping[str, Collection[str]]) -> UsageError:
+    """Return the error for gradients that differ between ranks which should hold the same.
+
+    ``differing``: what :func:`differing_replicas` has found, if anything.
+    """
+    tensor = differing.get("tensor-parallel")
+    if tensor and not differing.get("data-parallel"):
+        return UsageError(
+            f"tensor-parallel ranks that hold the same parameters have different gradients, of {listed(tensor)}. Under "
+            "sequence parallelism, all-reduce the gradients of such parameters over the tensor-parallel group before "
+            "the step. Where each rank holds a part of the parameter, set its attribute tensor_model_parallel = True; "
+            "where tensor-parallel ranks hold whole experts of their own, pass "
+            "ParallelGroups(expert_tensor_parallel=None)"
+        )
+    data = differing.get("data-parallel")
     return UsageError(
-        "ranks that hold the same parameters have different gradients: nobody has reduced them. Wrap the model in "
+        "ranks that hold the same parameters have different gradients: nobody has reduced them"
+        f"{f' (those of {listed(data)})' if data else ''}. Wrap the model in "
         "DistributedDataParallel or fully_shard, or build the optimizer with grad_sync=GradSync(...) or as a "
         "DistributedOptimizer; with no_sync(), let the last backward of a step sync; give GradSync.set_divisor() "
-        "the same number on every rank. Under sequence parallelism, all-reduce the gradients of parameters that "
-        "tensor-parallel ranks hold alike over the tensor-parallel group before the step; where each rank holds a part "
-        "of a parameter, set its attribute tensor_model_parallel = True, and where tensor-parallel ranks hold whole "
-        "experts of their own, pass ParallelGroups(expert_tensor_parallel=None). If ranks hold different parameters "
-        "(stages of a pipeline, a model of each rank's own), say so with groups=ParallelGroups(...); if the gradients "
-        "are to differ, pass replicas_may_differ=True. optimizer.local_grad(name) shows what a rank has"
+        "the same number on every rank. If ranks hold different parameters (stages of a pipeline, a model of each "
+        "rank's own), say so with groups=ParallelGroups(...); if the gradients are to differ, pass "
+        "replicas_may_differ=True"
     )
 
 

@@ -220,6 +220,7 @@ class OverflowRecorder(LastOverflow):
             list(map(attrgetter("params"), collected)),
             list(map(attrgetter("weights"), collected)),
             stats.non_finite,
+            stats.sum_squares,
             stats.vector,
             found_inf,
             scaler,

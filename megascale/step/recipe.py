@@ -22,18 +22,20 @@ discard the decision.
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megascale.errors import InnerStepError, UsageError, listed
 from megascale.grad_scaler import MegatronGradScaler
 from megascale.grad_sync.sync import GradSync
 from megascale.kernels import Decision, Statistic
 from megascale.kernels.decision import StepDecision
+from megascale.main_params.main_param import MainParam
 from megascale.parallel import AssumedAlone, ParallelGroups
 from megascale.step import grad_stats
 from megascale.step.deferred_errors import DeferredErrors
@@ -46,9 +48,10 @@ from megascale.step.misuse import (
     BUILD_LAST,
     JoinGuard,
     Statistics,
+    differing_replicas,
     has_only_zeros,
     have_replicas_parted,
-    parted_replicas_error,
+    parted_replicas,
     require_values,
     unscaled_loss_error,
     was_skipped,
@@ -58,7 +61,7 @@ from megascale.step.result import CapturedStep, StepObserver, StepRecord, StepRe
 from megascale.step.stalls import StallWatch
 from megascale.step.update import OverflowFlags
 from megascale.utils.calls import span
-from megascale.utils.collectives import all_reduce_sum_, raising_together
+from megascale.utils.collectives import all_gather_object, all_reduce_sum_, raising_together
 from megascale.utils.transfer import is_capturing, to_device_async
 
 
@@ -267,7 +270,7 @@ class StepRecipe:
         agreed = stats.vector.tolist()  # the host waits
         self.errors.raise_counted(agreed)
         if not has_only_zeros(agreed):  # no gradient at all has every scale
-            self._require_sound(agreed)
+            self._require_sound(agreed, zip((own.params for own in collected), stats.sum_squares, strict=True))
         scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
         pairs = (update.pairs() for own in collected for update in own.updates)
         grads = {id(param): grad for param, grad in chain.from_iterable(pairs)}
@@ -455,7 +458,9 @@ class StepRecipe:
         reported = record if self.errors.on_host else self.overflows.newest
         overflowed = False
         if agreed is not None:
-            self._require_sound(agreed)
+            kept = reported is not None and reported.step is not None  # of a graph a newer replay has written over them
+            measured = zip(reported.params, reported.sum_squares, strict=True) if reported is not None and kept else ()
+            self._require_sound(agreed, measured)
             overflowed = was_skipped(agreed)
         self.overflows.newest = record
         if overflowed and reported is not None:
@@ -463,8 +468,11 @@ class StepRecipe:
         for observer in self.observers:
             observer.on_step(agreed, record, overflowed=overflowed)
 
-    def _require_sound(self, agreed: Statistics) -> None:
-        """Raise UsageError for gradients that never were there, of an unscaled loss, or that replicas do not share."""
+    def _require_sound(self, agreed: Statistics, measured: Iterable[tuple[Sequence[MainParam], Tensor | None]]) -> None:
+        """Raise UsageError for gradients that never were there, of an unscaled loss, or that differ between replicas.
+
+        ``measured``: of each member the parameters and sums of squares of these gradients, where they are kept.
+        """
         error: UsageError | None = None
         if agreed[Statistic.SCALED] <= 0:
             error = unscaled_loss_error()
@@ -477,7 +485,10 @@ class StepRecipe:
                 "or all are frozen"
             )
         elif not self.errors.consensus.is_alone and have_replicas_parted(agreed):
-            error = parted_replicas_error()
+            of_members = zip(self.members, measured, strict=False)
+            mine = [member.grads.replica_squares(*params_and_squares) for member, params_and_squares in of_members]
+            every = all_gather_object(dict(chain.from_iterable(map(dict.items, mine))), self.groups.grad_stats)
+            error = parted_replicas(differing_replicas(every))
         if error is not None:
             self.errors.view.flush()
             raise error

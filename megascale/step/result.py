@@ -67,6 +67,7 @@ class StepRecord:
         params: of each member those whose gradients were measured on this rank.
         weights: of each member's statistics, which a graph reads.
         counts: non-finite elements of each of these gradients, shape [params of all members]; None without gradients.
+        sum_squares: of each member, the sums of squares of its gradients, shape [its params]; None without gradients.
         vector: the agreed statistics.
         found_inf: the decision's, fp32, 0-d: not 0 where the step was skipped, for an overflow or a spike.
         scaler: of the loss; None: it was not scaled.
@@ -78,6 +79,7 @@ class StepRecord:
     params: list[list[MainParam]]
     weights: list[GradWeights]
     counts: Tensor | None
+    sum_squares: tuple[Tensor | None, ...]
     vector: Tensor
     found_inf: Tensor
     scaler: MegatronGradScaler | None

@@ -65,13 +65,14 @@ def _plain_model(dtype: torch.dtype, likeness: float) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_plain_model_on_several_ranks_is_refused(ranks: RankPool, world_size: int, dtype: torch.dtype) -> None:
     """Invariant 12: without DDP or GradSync ranks would part silently. An error on every rank at the first step, before
-    anything is written. The collective of every step finds it.
+    anything is written. The collective of every step finds it; a gather of objects, of two, names the parameters.
     """
     for message, unchanged, collectives in ranks.run(world_size, _plain_model, dtype, 0.05):
         assert "ranks that hold the same parameters have different gradients: nobody has reduced them" in message
         assert "replicas_may_differ=True" in message
+        assert "(those of 'first." in message
         assert unchanged
-        assert collectives == 1
+        assert collectives == 3
 
 
 def _built(options: dict[str, Any]) -> str:

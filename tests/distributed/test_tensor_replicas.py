@@ -53,12 +53,12 @@ def _forgotten(way: str, tp: int) -> tuple[str, bool]:
 @pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2), (4, 4)])
 def test_a_forgotten_all_reduce_is_named(ranks: RankPool, way: str, world: int, tp: int) -> None:
     """Invariant 13: under sequence parallelism each rank has the norm's gradient of its part of the sequence. Every
-    rank would count its own, and the copies would part. All raise before a bit has changed.
+    rank would count its own, and the copies would part. All raise, and name the weight, before a bit has changed.
     """
     if way == "plain" and tp < world:
         way = "GradSync"  # data-parallel ranks must have reduced
     for message, unchanged in ranks.run(world, _forgotten, way, tp):
-        assert "ranks that hold the same parameters have different gradients" in message
+        assert "tensor-parallel ranks that hold the same parameters have different gradients, of 'params.1'" in message
         assert "sequence parallelism" in message
         assert unchanged
 
@@ -105,6 +105,8 @@ def test_experts_that_are_declared_otherwise_than_they_lie_are_named(ranks: Rank
     be counted as copies of one expert.
     """
     for message in ranks.run(2, _experts, "as copies"):
+        assert "tensor-parallel ranks" in message
+        assert "of 'params.1'" in message
         assert "ParallelGroups(expert_tensor_parallel=None)" in message
     norm = str(torch.tensor((4 * 1 + 4 * 4 + 4 * 9) / 4.0).sqrt().item())
     assert ranks.run(2, _experts, "as they lie") == [norm] * 2
@@ -119,7 +121,8 @@ def _undeclared() -> str:
     return message_of(UsageError, optimizer.step)
 
 
-def test_a_split_parameter_that_is_not_marked_is_refused(ranks: RankPool) -> None:
+def test_a_split_parameter_that_is_not_marked_is_named(ranks: RankPool) -> None:
     """Invariant 13: the norm would count one rank's part of the matrix as all of it."""
     for message in ranks.run(2, _undeclared):
+        assert "of 'params.0'" in message
         assert "tensor_model_parallel = True" in message

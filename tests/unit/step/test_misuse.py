@@ -1,14 +1,18 @@
 """What agreed statistics say of a step, on both sides of each bound."""
 
 import math
+import re
 
 import pytest
 import torch
 
 from megascale.kernels import Statistic
+from megascale.step.local_grads import ReplicaSet
 from megascale.step.misuse import (
+    differing_replicas,
     has_only_zeros,
     have_replicas_parted,
+    parted_replicas,
     was_skipped,
 )
 
@@ -55,3 +59,26 @@ def test_gradients_of_replicas_differ_beyond_rounding(sum_squares: float) -> Non
         assert not have_replicas_parted(_statistics(sum_squares, contrast=sign * largest))
         assert not have_replicas_parted(_statistics(sum_squares, non_finite=1, contrast=sign * beyond))
         assert have_replicas_parted(_statistics(sum_squares, contrast=sign * beyond))
+
+
+def test_differing_gradients_are_named_by_who_holds_them() -> None:
+    """By more than a ten-thousandth of their own squares; a rank without the parameter is no difference."""
+    data, tensor = ("data-parallel", (0, 1), "w"), ("tensor-parallel", (0, 2), "norm")
+    every: list[dict[ReplicaSet, float]] = [{data: 1.0, tensor: 1.0}, {data: 1.0 + 1e-5}, {tensor: 1.01}]
+    assert differing_replicas(every) == {"tensor-parallel": ["norm"]}
+    assert differing_replicas([*every, {data: 1.1}]) == {"tensor-parallel": ["norm"], "data-parallel": ["w"]}
+    assert differing_replicas([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("differing", "words"),
+    [
+        ({}, "different gradients: nobody has reduced them. Wrap"),
+        ({"data-parallel": ["w"]}, r"nobody has reduced them \(those of 'w'\). Wrap"),
+        ({"tensor-parallel": ["n"], "data-parallel": ["w"]}, r"nobody has reduced them \(those of 'w'\). Wrap"),
+        ({"tensor-parallel": ["n"]}, "tensor-parallel ranks .* of 'n'. Under sequence parallelism, all-reduce"),
+    ],
+)
+def test_the_error_says_who_has_to_reduce(differing: dict[str, list[str]], words: str) -> None:
+    """Data-parallel ranks first: where nobody has reduced, tensor-parallel ranks differ, too."""
+    assert re.search(words, str(parted_replicas(differing)))
