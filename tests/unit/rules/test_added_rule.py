@@ -38,7 +38,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "^from megascale.rules import .*$",
         "from megascale.rules import AdamHyper, LionHyper, SgdHyper\nfrom megascale.rules.rmsprop import RMSpropHyper",
     )
-    _change(folder / REFERENCE, r"^def _exact\(", BLOCKS[REFERENCE] + "\n\ndef _exact(")
+    _change(folder / REFERENCE, r"^Backend = ", BLOCKS[REFERENCE] + "\n\nBackend = ")
     (folder / Path(TEST).name).write_text(BLOCKS[TEST])
     shutil.copy(ROOT / "tests/unit/rules/test_rules.py", folder)
     return folder
