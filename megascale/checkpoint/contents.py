@@ -27,10 +27,6 @@ PARAM_NAMES = "param_names"
 """The part that maps the optimizer's names of parameters to the model's, where they differ."""
 
 
-_UNCOMPARED = (torch.complex32, torch.complex64, torch.complex128, torch.bool)
-"""Dtypes that parameters and their state do not have."""
-
-
 @dataclass(frozen=True)
 class Contents:
     """One rank's view of what is saved. The tensors are the live ones.
@@ -66,7 +62,6 @@ class Contents:
             for key, tensor in self.tensors.items()
             if (key in params or key.startswith(("optimizer/", "user")))
             and not isinstance(tensor, (DTensor, ParamShard))
-            and tensor.dtype not in _UNCOMPARED
         }
 
 

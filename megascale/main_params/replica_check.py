@@ -125,8 +125,8 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ..
 @torch.no_grad()
 def _sums(param: Tensor, chunk: int = 1 << 22) -> Tensor:
     """Return two sums over the bits of a tensor, plain and weighted by position, modulo 2**64: int64, shape [2]."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
-    flat = param.detach().contiguous().view(-1).view(bits)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[param.element_size()]
+    flat = param.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(bits)
     sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), chunk):
         part = flat[start : start + chunk].long()
