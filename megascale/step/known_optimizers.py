@@ -1,8 +1,6 @@
 """Optimizers that would train wrongly here: those that hold others, and some that are known by their names alone."""
 
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -15,29 +13,27 @@ _OF_ALL_PARAMETERS = re.compile(r"(Ranger21|Prodigy|DAdapt\w+)$")
 
 
 def refuse_held_optimizers(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ArgumentError where another optimizer has state of the same parameters, as Lookahead's does.
+    """Raise ArgumentError where another optimizer in an attribute has state, or param groups, of the same parameters.
 
-    It would look for that under other parameters than those that it is lent. One whose state is shared, as SAM's in
-    pytorch_optimizer, is no other.
+    Lookahead's would look for its state under other parameters than those that it is lent; one with groups of its own
+    would not be lent any. One that shares both, as SAM's in pytorch_optimizer, is no other.
     """
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
-    for other in _optimizers_in(attributes):
-        theirs = {id(param) for group in other.param_groups for param in group["params"]}
-        if other.state is not optimizer.state and params & theirs:
-            raise ArgumentError(
-                f"optimizer {type(optimizer).__name__} holds a {type(other).__name__} of the same parameters, with "
-                "state of its own, which is neither kept in fp32 nor saved; wrap that one, or an optimizer that has "
-                "all of its state in its attribute `state`"
-            )
-
-
-def _optimizers_in(value: Any) -> Iterator[torch.optim.Optimizer]:
-    if isinstance(value, torch.optim.Optimizer):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _optimizers_in(one)
+    shared = {id(group) for group in optimizer.param_groups}
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state"):
+            continue
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        for other in held:
+            if not isinstance(other, torch.optim.Optimizer):
+                continue
+            is_shared = other.state is optimizer.state and shared.issuperset(map(id, other.param_groups))
+            if not is_shared and any(id(param) in params for group in other.param_groups for param in group["params"]):
+                raise ArgumentError(
+                    f"optimizer {type(optimizer).__name__} holds a {type(other).__name__} of the same parameters, with "
+                    "state or param groups of its own, which are neither kept in fp32 nor saved; wrap that one, or an "
+                    "optimizer that has all of its state in its attribute `state`, and its groups in `param_groups`"
+                )
 
 
 def refuse_low_bit_moments(optimizer: torch.optim.Optimizer) -> None:

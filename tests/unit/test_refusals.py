@@ -110,6 +110,16 @@ class Holding(Lamb):
         self.bases = [FusedLAMB(named)]
 
 
+class Delegating(Lamb):
+    """Shares the state of the optimizer that it holds, whose param groups are others."""
+
+    def __init__(self, named: Any) -> None:
+        named = list(named)
+        self.base = FusedLAMB(named)
+        super().__init__(named)
+        self.state = self.base.state
+
+
 def _replicated(kind: Callable[..., torch.optim.Optimizer], **fields: Any) -> None:
     config = OptimizerConfig(**({"bf16": True} | fields))
     MixedPrecisionOptimizer(kind([_model().weight]), config)
@@ -330,6 +340,7 @@ ROWS = [
     Refusal("8-bit AdamW of torchao", partial(_replicated, AdamW8bit), ArgumentError, "exp_avg_sq_dtype=torch.uint8"),
     Refusal("LAMB's norm, by parameters", partial(_by_parameters, FusedLAMB), ArgumentError, "pass clip_grad=1.0", 2),
     Refusal("an optimizer that holds another", partial(_replicated, Holding), ArgumentError, "holds a FusedLAMB", 2),
+    Refusal("one that holds other groups", partial(_replicated, Delegating), ArgumentError, "groups in `param_groups`"),
     Refusal(
         "Prodigy, by parameters",
         _PRODIGY,
