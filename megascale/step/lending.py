@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.errors import UsageError
 from megascale.main_params.main_param import MainParam
 from megascale.utils.dtensors import dtensor_like, held, to_local
 from megascale.utils.nests import tensors_in
@@ -46,6 +47,8 @@ def lent(
 
     It sees these parameters alone: others may still have a gradient, by which they would be updated.
 
+    Raises UsageError if param groups were added or removed inside the context.
+
     Args:
         optimizer: the wrapped one.
         params: owned by this rank, and decoded.
@@ -53,7 +56,8 @@ def lent(
     """
     main_of = {id(param.model): param.main for param in params}
     copies = [param for param in params if param.main is not param.model]
-    listed, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+    groups, state = list(optimizer.param_groups), optimizer.state
+    listed = [group["params"] for group in groups]
     memory = [to_local(param.main) for param in params]
     # Of fp32 parameters, which are their own main params, the gradient is set aside. It may have another dtype.
     own = [(param.main, param.main.grad, param.main.grad_dtype) for param in params if param.main is param.model]
@@ -67,10 +71,19 @@ def lent(
         for param in copies:
             if param.model in state:
                 state[param.main] = state.pop(param.model)
-        for group, models in zip(optimizer.param_groups, listed, strict=True):
+        for group, models in zip(groups, listed, strict=True):
             group["params"] = [main_of[id(model)] for model in models if id(model) in main_of]
         yield
+        if list(map(id, optimizer.param_groups)) != list(map(id, groups)):
+            raise UsageError(
+                f"{type(optimizer).__name__} added or removed param groups while it held main params; add them by the "
+                "wrapper's add_param_group()"
+            )
     finally:
+        # Groups before what can fail: with main params in them, later steps would train nothing.
+        optimizer.param_groups[:] = groups
+        for group, models in zip(groups, listed, strict=True):
+            group["params"] = models
         for param in params:
             param.main.grad = None
         for main, before, dtype in own:
@@ -84,5 +97,3 @@ def lent(
             # `p.data = old`, as some optimizers write it, is a copy: main params stay where they are.
             if (now := to_local(param.main)).data_ptr() != place.data_ptr():
                 held(param.main).data = place.copy_(now)
-        for group, models in zip(optimizer.param_groups, listed, strict=True):
-            group["params"] = models

@@ -105,6 +105,37 @@ def test_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
     assert optimizer.step().success
 
 
+class Regrouping(Plain):
+    """Adds a param group in its step, removes one, or gives a parameter memory of another shape."""
+
+    does = ""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step."""
+        super().step(closure)
+        if self.does == "add":
+            self.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        elif self.does == "remove":
+            self.param_groups.pop()
+        elif self.does == "reshape":
+            self.param_groups[0]["params"][0].data = torch.zeros(2, 2)
+
+
+@pytest.mark.parametrize("does", ["add", "remove", "reshape"])
+def test_param_groups_are_back_whatever_a_step_does_to_them(does: str) -> None:
+    """They list the model params again, so that no later step trains nothing; what was added is named."""
+    module = _mixed()
+    inner = Regrouping([{"params": [p]} for p in module.params])
+    optimizer = _wrapped(module, inner)
+    set_grads(module, seed=0)
+    inner.does = does
+    optimizer.get_loss_scale()
+    with pytest.raises(InnerStepError, match="must match the size" if does == "reshape" else "added or removed"):
+        optimizer.step()
+    assert [[id(p) for p in group["params"]] for group in inner.param_groups] == [[id(p)] for p in module.params]
+
+
 WRONG: dict[str, tuple[str, Any]] = {
     "an option": ("option", None),
     "no state": ("state", None),
