@@ -225,8 +225,8 @@ def check_state(name: str, state: Any, param: Tensor, required: Collection[str])
             check_codes(name, key, state, param)
         elif key != "step":
             check_tensor(name, key, state[key], param)
-        else:
-            _require_count(name, state[key])
+    if "step" in state:
+        _require_count(name, state["step"])
     portable(state, f"state[{name!r}]", copy=False)
     for key, value in state.items():
         _require_values(f"{key} of {name!r}", value)

@@ -10,7 +10,9 @@ from typing import Any
 from weakref import finalize
 
 import torch
+from torch import Tensor
 
+from megascale.utils.dtypes import HALF_DTYPES
 from megascale.utils.nests import map_tensors
 
 
@@ -42,5 +44,10 @@ def _under_params(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> d
 
 
 def _copied(key: Any, value: Any, device: torch.device) -> Any:
-    """Return a state in the dtype that it has, on the parameter's device; a count where it is."""
-    return map_tensors(lambda tensor: tensor.clone() if key == "step" else tensor.to(device, copy=True), value)
+    """Return a state on the parameter's device, 16-bit numbers in fp32, as the main param is; a count where it is."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        dtype = torch.float32 if tensor.dtype in HALF_DTYPES else tensor.dtype
+        return tensor.clone() if key == "step" else tensor.to(device, dtype, copy=True)
+
+    return map_tensors(copied, value)

@@ -319,6 +319,19 @@ REFUSED: list[tuple[Change, type[Exception], str]] = [
 ]
 
 
+@pytest.mark.parametrize("step", [torch.tensor([1.0, 2.0]), torch.tensor(1j), None, "3"])
+def test_a_count_of_an_own_step_is_one_number(step: Any) -> None:
+    """An optimizer without a kernel would fail half way through its step."""
+    param = torch.nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = MixedPrecisionOptimizer(torch.optim.RMSprop([param]))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["optimizer"]["state"]["0"]["step"] = step
+    with pytest.raises(StateDictError, match="a step that is not one number"):
+        optimizer.load_state_dict(saved)
+
+
 @pytest.mark.parametrize(("change", "kind", "message"), REFUSED)
 def test_bad_state_is_refused_and_nothing_changes(change: Change, kind: type[Exception], message: str) -> None:
     """A state dict that does not fit raises a named error; parameters, state, options and scaler are as before."""

@@ -123,6 +123,20 @@ class _Nested(torch.optim.SGD):
         self.state["all"] = {"k": 3}  # type: ignore[index]
 
 
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad])
+def test_moments_of_16_bit_weights_are_loaded_in_fp32(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """A run of plain bf16 weights goes on with main params, whose moments are fp32."""
+    param = torch.nn.Parameter(torch.ones(4).bfloat16())
+    plain = kind([param])
+    param.grad = torch.full_like(param, 0.5)
+    plain.step()
+    inner = kind([param])
+    optimizer = MixedPrecisionOptimizer(inner)
+    inner.load_state_dict(plain.state_dict())
+    assert optimizer.step().success
+    assert {value.dtype for value in inner.state[param].values()} == {torch.float32}
+
+
 def test_groups_that_do_not_fit_are_torchs_error_and_change_nothing() -> None:
     """With the message of torch."""
     cell = Cell(torch.float16, "replicated")
