@@ -269,7 +269,13 @@ class AveragedMainParams:
 
     def _live_buffers(self) -> list[Tensor]:
         """Return the model's buffers as they are now: modules may have replaced them."""
-        return [to_local(self._buffer(name)) for name in self._buffers]
+        live = [self._buffer(name) for name in self._buffers]
+        for (name, first), buffer in zip(self._buffers.items(), live, strict=True):
+            if buffer is None or buffer.shape != first.shape:
+                raise UsageError(
+                    f"buffer {name!r} has changed its shape since AveragedMainParams was built; build it anew"
+                )
+        return list(map(to_local, live))
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[MainParams]:

@@ -349,6 +349,11 @@ def _with_another_bias(module: Normed, optimizer: MixedPrecisionOptimizer, avera
     averages.load_state_dict(state | {"averages": state["averages"] | {"first.bias": torch.zeros(5)}})
 
 
+def _with_a_buffer_of_another_shape(module: Normed, optimizer: Any, averages: AveragedMainParams) -> None:
+    module.norm.running_mean = torch.zeros(3)
+    averages.update_parameters(success=True)
+
+
 MISTAKES: list[tuple[Mistake, type[Exception], str]] = [
     (lambda m, o, _: BUILD(m, o, avg_fn=_custom, **RULES["ema_multi"]), ArgumentError, "give one"),
     (lambda m, o, _: BUILD(o, m), ArgumentTypeError, "got MixedPrecisionOptimizer"),
@@ -367,6 +372,7 @@ MISTAKES: list[tuple[Mistake, type[Exception], str]] = [
     (_loads(averages={}), StateDictError, "'averages' must be of .*, got nothing"),
     (_loads(buffers=3), StateDictError, "'buffers' must be of"),
     (_with_another_bias, StateDictError, r"shape \(6,\), got \(5,\)"),
+    (_with_a_buffer_of_another_shape, UsageError, r"'norm\.running_mean' has changed its shape"),
     (
         lambda m, o, averages: [m.frozen.requires_grad_(True), _step(o, m, 0, False), averages.update_parameters()],
         UsageError,
