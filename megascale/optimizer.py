@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from megascale.base_optimizer import MegascaleOptimizer, require_scaler
@@ -125,20 +126,20 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
             announce.on_first_rank(lambda: summary(type(self).__name__, self._recipe))
 
     def _require_same(self, first: int) -> None:
-        """Raise ArgumentError on all ranks if trainable parameters of the param groups from ``first`` on, or the
-        GradSyncs that reduce their gradients, differ.
+        """Raise ArgumentError on all ranks if parameters of the param groups from ``first`` on, or the GradSyncs that
+        reduce their gradients, differ. Frozen parameters, too: nothing compares them when they are unfrozen.
         """
         grad_sync = self._member.grad_sync
         if grad_sync is None or not grad_sync.compares_replicas:
             return
         names = self._member.main_params.names(self.optimizer.param_groups)
-        trained: dict[str, nn.Parameter] = {}
+        params: dict[str, nn.Parameter] = {}
         group_of: dict[str, int] = {}
         for index, group in enumerate(self.optimizer.param_groups[first:], first):
-            own = {names[id(param)]: param for param in group["params"] if param.requires_grad}
-            trained |= own
+            own = {names[id(param)]: param for param in group["params"] if not isinstance(param, DTensor)}
+            params |= own
             group_of |= dict.fromkeys(own, index)
-        require_same(trained.items(), self._groups, group_of, values_may_differ=self._replicas_may_differ)
+        require_same(params.items(), self._groups, group_of, values_may_differ=self._replicas_may_differ)
 
     def _make_main_params(self, named: Iterable[tuple[str, Tensor]]) -> MainParams:
         """Return the MainParams; here every rank has all of them. ``named``: parameters that were given names."""

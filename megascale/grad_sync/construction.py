@@ -47,6 +47,7 @@ def param_forms(
     for index, (name, param) in enumerate(named_parameters):
         group = (group_of or {}).get(name)
         place = param.device.type if group is None else f"{param.device.type}, param group {group}"
+        place += "" if param.requires_grad else ", frozen"
         found[f"parameter {index} of {listing}"] = f"{name!r} ({param.dtype}, shape {tuple(param.shape)}, {place})"
     return found
 

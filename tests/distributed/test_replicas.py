@@ -300,6 +300,25 @@ def test_parameters_that_are_added_apart_are_found(ranks: RankPool) -> None:
     assert ranks.run(2, _added_apart, [3, 3]) == [("", 2, True)] * 2
 
 
+def _frozen_apart(apart: bool) -> str:
+    module = model(torch.float16)
+    module.first.weight.requires_grad_(False).fill_(1.0 + apart * dist.get_rank())
+    sync = GradSync((name, param) for name, param in module.named_parameters() if param.requires_grad)
+    inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    try:
+        MixedPrecisionOptimizer(inner, None, ConstantGradScaler(8.0), grad_sync=sync)
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_frozen_parameters_that_differ_are_found(ranks: RankPool) -> None:
+    """Unfrozen later, they would differ for good: ranks would add the same updates to other values."""
+    for told in ranks.run(2, _frozen_apart, True):
+        assert told.startswith("parameters differ between data-parallel ranks: 'first.weight'")
+    assert ranks.run(2, _frozen_apart, False) == ["", ""]
+
+
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
