@@ -150,7 +150,7 @@ def _undo(loans: Sequence[_Loan]) -> None:
 
 def require_lendable(member: StepMember, *, with_grads: bool) -> None:
     """Raise UsageError if a member cannot lend its main params now."""
-    if member.is_ready:
+    if member.ready is not None:
         raise UsageError(
             "main_grads(), train() or eval() came between prepare_grads() and the update that it decided: take the "
             "step with step_with_ready_grads() first, or call zero_grad()"

@@ -13,6 +13,7 @@ from megascale.errors import MegascaleError, UsageError
 from megascale.grad_sync.reduced_grads import ReducedGrads
 from megascale.grad_sync.sync import GradSync
 from megascale.kernels import NUM_STATISTICS, WITH_GRADS, Backend, Statistic
+from megascale.kernels.decision import StepDecision
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.parallel import ParallelGroups
@@ -30,7 +31,7 @@ class StepMember:
     """One optimizer's main params, state, gradients and update.
 
     Attributes:
-        is_ready: whether a step was decided that is not yet taken.
+        ready: a step that was decided and is not yet taken: what it will update, and the decision; None: there is none.
         chain: the recipe of the newest ChainedOptimizer that steps this member with others; None: none does.
         is_lent: whether the wrapped optimizer holds its main params just now, outside of a step.
         grads: what collects its gradients.
@@ -67,7 +68,7 @@ class StepMember:
         self.update = select_update(optimizer, backend, config, device, main_params.arrivals)
         self.counter = StepCounter(device)
         self.replicas_may_differ = replicas_may_differ
-        self.is_ready = False
+        self.ready: tuple[Collected, StepDecision] | None = None
         self.is_lent = False
         self.captured: WeakSet[CapturedStep] = WeakSet()
         self.chain: ref[object] | None = None
@@ -141,7 +142,7 @@ class StepMember:
         self.require_not_lent("offload()")
         if self.main_params.residence.is_away:
             return
-        if self.is_ready:
+        if self.ready is not None:
             raise UsageError(
                 "offload() came between prepare_grads() and the update that it decided: take the step with "
                 "step_with_ready_grads() first, or call zero_grad()"

@@ -109,7 +109,6 @@ class StepRecipe:
         self.observers: list[StepObserver] = [watch]
         self._backend = members[0].backend
         self._has_trained = False
-        self._prepared: tuple[list[Collected], StepDecision] | None = None
         self.set_grad_scaler(grad_scaler)
 
     def set_grad_scaler(self, grad_scaler: MegatronGradScaler | None) -> None:
@@ -145,9 +144,8 @@ class StepRecipe:
                 "backward"
             )
         collected, decision = self._decided(error, self.clip_grad if clip_grad is None else clip_grad)
-        self._prepared = collected, decision
-        for member in self.members:
-            member.is_ready = True
+        for member, own in zip(self.members, collected, strict=True):
+            member.ready = own, decision
         return decision
 
     def _decided(self, error: Exception | None, clip_grad: float) -> tuple[list[Collected], StepDecision]:
@@ -175,9 +173,10 @@ class StepRecipe:
     @property
     def decision(self) -> StepDecision | None:
         """What :meth:`prepare` decided, until :meth:`apply`; else None, also where a member's step was dropped."""
-        if self._prepared is None or not all(member.is_ready for member in self.members):
+        first = self.members[0].ready
+        if first is None or any(member.ready is None or member.ready[1] is not first[1] for member in self.members):
             return None
-        return self._prepared[1]
+        return first[1]
 
     def clip_values_(self, max_value: float) -> None:
         """Clamp every unscaled, norm-clipped gradient of a ready step to [-max_value, max_value], still scaled."""
@@ -228,9 +227,8 @@ class StepRecipe:
 
     def discard_prepared(self) -> None:
         """Drop a step that was decided on and not taken; called when main params were replaced, too."""
-        self._prepared = None
         for member in self.members:
-            member.is_ready = False
+            member.ready = None
 
     def start_anew(self, *, is_whole: bool) -> None:
         """Forget the step that was prepared and recorded errors; called when state was replaced.
@@ -506,6 +504,7 @@ class StepRecipe:
 
     def _ready(self, without: str) -> tuple[list[Collected], StepDecision]:
         """Return the members' ready steps, and the decision. Raises UsageError saying ``without`` if there are none."""
-        if self._prepared is None or self.decision is None:
+        decision = self.decision
+        if decision is None:
             raise UsageError(without)
-        return self._prepared
+        return [member.ready[0] for member in self.members if member.ready is not None], decision

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -217,3 +218,22 @@ def test_an_error_between_the_halves_is_raised_once() -> None:
     optimizer.zero_grad()
     _backward(module, optimizer, 1)
     assert optimizer.step().success
+
+
+def test_what_a_dropped_chain_decided_is_its_optimizers() -> None:
+    """One that steps by itself afterwards carries it out: with the chain's norm, and the scale moves once. Gradients
+    are held for as long as a step is to be taken, not for as long as the chain is there.
+    """
+    (module, chain), (twin, whole) = _make("chain"), _make("chain")
+    assert isinstance(chain, ChainedOptimizer)
+    first, second = chain.optimizers
+    _backward(module, chain, 0)
+    _backward(twin, whole, 0)
+    expected = whole.step()
+    chain.prepare_grads()
+    grads = [ref(grad_of(param)) for param in second.param_groups[0]["params"]]
+    second.zero_grad()
+    assert not any(grad() is not None for grad in grads)
+    del chain
+    assert first.step().grad_norm == expected.grad_norm
+    assert float(first.get_loss_scale()) == float(whole.get_loss_scale())
