@@ -143,7 +143,7 @@ class HostUpdate(KernelUpdate):
             if isinstance(failure, GradientError):
                 raise failure
             raise InnerStepError(
-                f"the update of the step before failed in host memory, {type(failure).__name__}: {failure}; some main "
+                f"the last update failed in host memory, {type(failure).__name__}: {failure}; some main "
                 "params may be updated and others not: mend the cause, then load a checkpoint or a state dict"
             ) from failure
 
@@ -173,8 +173,9 @@ class HostUpdate(KernelUpdate):
             if not self._overlaps or self._arrivals.unawaited(trained):
                 self._arrivals.wait_for(param.model for param in trained)
             mark_written(pending.unit)  # which gathers a shard, behind the arrival of its weights
-        if not self._overlaps:
+        if not self._overlaps:  # all updates have ended
             late = self._taken_flags()
+            self.raise_failure()
         return [*rounded, *late]
 
     def _taken_flags(self) -> list[OverflowFlags]:

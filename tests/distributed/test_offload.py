@@ -80,7 +80,7 @@ def _failed_on(odd: int) -> list[str]:
 def test_no_rank_reads_the_state_of_an_update_that_failed_on_one(ranks: RankPool, odd: int) -> None:
     """Main params may be updated in part there: every rank is told, once."""
     for [message] in ranks.run(2, _failed_on, odd):
-        assert "the update of the step before failed in host memory, ValueError: broken" in message
+        assert "the last update failed in host memory, ValueError: broken" in message
 
 
 def _with_a_slow_update(slow: bool) -> dict[str, Tensor]:
