@@ -93,6 +93,7 @@ class LandedLRScheduler(LRScheduler):
         Raises:
             ArgumentTypeError, UsageError: see :meth:`megascale.landed.steps.StepOutcomes.landed`.
         """
+        self._rates.require_same_groups()  # before the outcome is taken, which is told once
         landed = self._outcomes.landed(success)
         self._undo_if_skipped(self._view.push({"landed": landed}))
         self._rates.pull()

@@ -29,18 +29,20 @@ class GroupRates:
         # torch's fused kernels read fp32 only
         self._dtype = torch.float64 if isinstance(optimizer, MegascaleOptimizer) else torch.float32
 
+    def require_same_groups(self) -> None:
+        """Raise UsageError if groups were added or removed."""
+        if len(self.numbers) != len(self._optimizer.param_groups):
+            raise UsageError(
+                f"there were {len(self.numbers)} param groups when the schedule was built, now there are "
+                f"{len(self._optimizer.param_groups)}; add groups first, or build the schedule anew with "
+                'last_epoch=schedule.last_epoch - 1, once group["initial_lr"] is set in the groups that were added'
+            )
+
     def pull(self) -> None:
         """Take over rates that others put into the groups. A tensor that they wrote is read on the host.
 
         A number whose rounding the tensor still is keeps all its bits.
-
-        Raises UsageError if groups were added or removed.
         """
-        if len(self.numbers) != len(self._optimizer.param_groups):
-            raise UsageError(
-                f"there were {len(self.numbers)} param groups when the schedule was built, now there are "
-                f"{len(self._optimizer.param_groups)}; add groups first, or build the schedule anew with last_epoch"
-            )
         for index, group in enumerate(self._optimizer.param_groups):
             lr = group["lr"]
             if not isinstance(lr, Tensor):
