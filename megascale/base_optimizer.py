@@ -154,7 +154,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_scaler(self) -> MegatronGradScaler | None:
-        """The scaler of the loss. May be set between steps, on all ranks alike; it is moved to :attr:`device`."""
+        """The scaler of the loss. May be set between steps, on all ranks alike; it moves to the parameters' device."""
         return self._recipe.grad_scaler
 
     @grad_scaler.setter
@@ -400,7 +400,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         return packed
 
     def _packed(self, *, copy: bool, decode: bool, to_load: bool) -> dict[str, Any]:
-        """Return the state dict as :meth:`pack` does, without the hooks; what the model's owner wrote is taken over."""
+        """Return the state dict as :meth:`_pack` does, without hooks; what the model's owner wrote is taken over."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -450,7 +450,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         return [part._live_state() for part in self._parts()]
 
     def _live_parts(self, state_dict: Any, strict: bool) -> list[tuple[LiveState, Mapping[str, Any]]]:
-        """Return each of :meth:`live_states` and its part of a state dict of any layout: in ours, under live names.
+        """Return each of :meth:`_live_states` and its part of a state dict of any layout: in ours, under live names.
 
         Raises StateDictError.
         """
