@@ -99,8 +99,8 @@ def _gradient_changes(kind: str, culprit: int) -> tuple[str, str, bool]:
     _backward(bag, optimizer, 2)
     optimizer.prepare_grads()
     if dist.get_rank() == culprit:
-        assert optimizer._recipe._prepared is not None
-        [ready], _ = optimizer._recipe._prepared
+        assert optimizer._member.ready is not None
+        ready, _ = optimizer._member.ready
         ready.updates[-1].grads[0].untyped_storage().resize_(0)
     before = [param.detach().clone() for param in bag.params]
     optimizer.step_with_ready_grads()
