@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.distributed_optimizer import DistributedOptimizer
 from megascale.errors import InteropError, listed
@@ -204,7 +206,11 @@ def _groups_of(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InteropError if a saved group differs in identity from the live group at its index."""
+    """Raise InteropError if a saved group differs in identity from the live group at its index.
+
+    Groups that only overrides of lr, betas or eps make are alike in identity: those are in another order where an
+    option has the same values, at other groups.
+    """
     for index, (given, group) in enumerate(zip(saved, live, strict=False)):
         for key in GROUP_IDENTITY:
             value, own = given.get(key, given.get(f"pre_{key}")), group.get(key)  # pre_: NeMo's spelling
@@ -213,6 +219,16 @@ def _check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str
                     f"param group {index} has {key}={value!r} in the checkpoint and {own!r} here; build the same "
                     "groups in the same order, and change their options when the checkpoint is loaded"
                 )
+    for key in sorted(set.intersection(*map(set, (*saved, *live))) - {"params", "param_names"}):
+        given_values, own_values = (
+            [value.tolist() if isinstance(value := group[key], Tensor) else value for group in groups]
+            for groups in (saved, live)
+        )
+        if given_values != own_values and sorted(map(repr, given_values)) == sorted(map(repr, own_values)):
+            raise InteropError(
+                f"the param groups have {key}={given_values} in the checkpoint and {own_values} here: they are in "
+                "another order; build the same groups in the same order"
+            )
 
 
 def _is_meaningful(group: Mapping[str, Any], key: str, value: Any) -> bool:

@@ -1,7 +1,7 @@
 """A Megatron checkpoint whose groups or parameters are in another order: refused, not loaded into one another."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from benchmarks.peers import megatron_on_cpu
 from megascale import DynamicGradScaler, MixedPrecisionOptimizer
 from megascale.errors import InteropError
 from megascale.integrations.megatron import load_megatron_checkpoint
+from megascale.integrations.megatron_checkpoint import megatron_state_dict
 from tests.pool import RankPool
 from tests.training import same_bits, snapshot
 
@@ -105,9 +106,15 @@ class Twins(nn.Module):
         self.left, self.right = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
 
 
-def _optimizer(names: tuple[str, str], prefix: str = "") -> tuple[Twins, MixedPrecisionOptimizer]:
+def _optimizer(
+    names: tuple[str, str], prefix: str = "", options: Mapping[str, dict[str, Any]] | None = None
+) -> tuple[Twins, MixedPrecisionOptimizer]:
+    """Return the model and the optimizer of one group per layer, with the ``options`` of its name."""
     module = Twins().half()
-    groups = [{"params": [(f"{prefix}{name}.weight", getattr(module, name).weight)]} for name in names]
+    groups = [
+        {"params": [(f"{prefix}{name}.weight", getattr(module, name).weight)], **(options or {}).get(name, {})}
+        for name in names
+    ]
     scaler = DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 3, 2)
     return module, MixedPrecisionOptimizer(torch.optim.AdamW(groups, lr=0.1), None, scaler)
 
@@ -133,3 +140,24 @@ def test_model_tells_what_groups_do_not(chunks: int, wrapper: str) -> None:
     with pytest.raises(InteropError, match=rf"'{prefix}right.weight', '{prefix}left.weight' are not the main params"):
         load_megatron_checkpoint(state, swapped)
     load_megatron_checkpoint(state, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("option", "left", "right"),
+    [("betas", (0.8, 0.9), (0.9, 0.95)), ("eps", 1e-8, 1e-5), ("lr", 0.1, torch.tensor(0.2))],
+)
+def test_options_tell_the_order_of_groups_alike_in_identity(option: str, left: Any, right: Any) -> None:
+    """Overrides of lr, betas or eps alone make groups with equal identity keys, and an optimizer's state has no model
+    to tell: an option with the same values at other groups does. Another value is a change, and loads.
+    """
+    identity = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    options = {"left": {**identity, option: left}, "right": {**identity, option: right}}
+    _, optimizer = _optimizer(("left", "right"), options=options)
+    state = megatron_state_dict(optimizer)
+    module, swapped = _optimizer(("right", "left"), options=options)
+    before = snapshot(swapped, module)
+    with pytest.raises(InteropError, match=rf"param groups have {option}=\[.*here: they are in another order"):
+        load_megatron_checkpoint(state, swapped)
+    assert same_bits(snapshot(swapped, module), before)
+    swapped.param_groups[0][option] = left
+    load_megatron_checkpoint(state, swapped)
