@@ -21,6 +21,8 @@ from megascale.amp.overflows import ScalerOverflows
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.errors import ArgumentError, ArgumentTypeError, UsageError
 from megascale.kernels import Backend, select_backend
+from megascale.kernels.compact_moments import SCALE_SUFFIX
+from megascale.rules import ADAM, MOMENT_CODES
 from megascale.step.overflow_report import OverflowReport
 from megascale.utils import call_site, validate, wording
 from megascale.utils.calls import methods_outside_of_graphs
@@ -359,7 +361,10 @@ class GradScaler(torch.amp.GradScaler):
                 "or pass the torch optimizer"
             )
         self.overflows.add(optimizer)
-        return self._per_optimizer_states[id(optimizer)]
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY and not state["found_inf_per_device"]:  # an iteration begins
+            _require_no_codes(optimizer)
+        return state
 
     def _agreed(
         self, optimizer: torch.optim.Optimizer, found_infs: dict[torch.device, Tensor]
@@ -452,6 +457,20 @@ class GradScaler(torch.amp.GradScaler):
             "overflows": copy(self.overflows),
         }
         return state
+
+
+def _require_no_codes(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError for moments that are 8-bit codes, as a MixedPrecisionOptimizer leaves them when it is dropped.
+
+    The scales of any parameter that has state tell, also where torch's ``load_state_dict`` has cast codes to fp32.
+    """
+    states = optimizer.state.values() if isinstance(optimizer, ADAM.kinds) else ()
+    entry = next((state for state in states if isinstance(state, dict) and state), {})
+    if coded := [name for name in MOMENT_CODES if name + SCALE_SUFFIX in entry]:
+        raise UsageError(
+            f"the state of the {type(optimizer).__name__} holds {' and '.join(coded)} as 8-bit codes, which its own "
+            "step() cannot read: wrap the optimizer in a MixedPrecisionOptimizer again, or load fp32 moments"
+        )
 
 
 def _check_unscaled(state: dict[str, Any]) -> None:
