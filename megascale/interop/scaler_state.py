@@ -74,14 +74,14 @@ class FoundScaler:
     def build_grad_scaler(self, **config: Any) -> MegatronGradScaler:
         """Return megascale's scaler in the peer's state; it continues the peer's scale step for step.
 
-        Where none does exactly, ``not_mapped`` says so, and this is the nearest.
+        Where none does exactly with what the checkpoint records, ``not_mapped`` says so, and this is the nearest.
 
         Args:
             config: fields of :class:`ScalerConfig` that the checkpoint does not record, or to be changed; for a
                 constant scale that is not recorded: ``initial_scale``.
 
         Raises:
-            InteropError: the checkpoint lacks a needed value.
+            InteropError: the checkpoint lacks a needed value, or its state does not go on exactly with ``config``.
             ArgumentError: for a value out of range, or an unknown field.
         """
         if not self.dynamic:
@@ -95,12 +95,14 @@ class FoundScaler:
                 f"{self.system}'s checkpoint does not record {', '.join(missing)}; pass what the run was configured "
                 f"with: build_grad_scaler({', '.join(f'{name}=...' for name in missing)})"
             )
-        factors: Any = (rule.min_scale, rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.hysteresis)
+        factors: Any = (rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.hysteresis)
+        low, high = validate.scale("min_scale", rule.min_scale), validate.scale("max_scale", rule.max_scale)
+        scale = min(max(float(self.state["scale"]), low), high)
         kind = DeepSpeedGradScaler if rule.late_first_growth else DynamicGradScaler
-        scaler = kind(
-            float(self.state["scale"]), *factors, max_scale=rule.max_scale, hysteresis_reset=rule.hysteresis_reset
-        )
-        scaler.load_state_dict(self.state)
+        scaler = kind(scale, low, *factors, max_scale=high, hysteresis_reset=rule.hysteresis_reset)
+        if caused := [reason for reason in discontinuities(self.state, rule) if reason not in self.not_mapped]:
+            raise InteropError(f"{self.system}: {'; '.join(caused)}; pass what the run was configured with")
+        scaler.load_state_dict(self.state | {"scale": scale})
         return scaler
 
     def _build_constant(self, **config: Any) -> ConstantGradScaler:
@@ -136,20 +138,29 @@ def dynamic(
         "growth_tracker": as_int(system, "growth tracker", growth_tracker),
         "hysteresis_tracker": as_int(system, "hysteresis tracker", hysteresis_tracker),
     }
-    notes = [*not_mapped, *fp32_rounding_notes(number)]
-    growth, interval = state["growth_tracker"], config.growth_interval
-    if interval is not None and not config.late_first_growth and growth >= interval:
-        notes.append(
-            f"the growth tracker is {growth}, at or above the interval of {interval}: the peer compares with == and "
-            "would not grow until the next overflow, megascale's grows at the next clean step"
+    notes = [*not_mapped, *fp32_rounding_notes(number), *discontinuities(state, config), *inexact_factor_notes(config)]
+    return FoundScaler(system, state, config, mapped=tuple(mapped), not_mapped=tuple(notes))
+
+
+def discontinuities(state: dict[str, Any], rule: ScalerConfig) -> list[str]:
+    """Return why no scaler of ours with ``rule`` continues a peer's state exactly. None in it gives no reason."""
+    scale, growth, hysteresis = float(state["scale"]), state["growth_tracker"], state["hysteresis_tracker"]
+    reasons, interval = [], rule.growth_interval
+    if interval is not None and not rule.late_first_growth and growth >= interval:
+        reasons.append(
+            f"the growth tracker is {growth}, at or above the growth_interval of {interval}: the peer compares with == "
+            "and would not grow until the next overflow, megascale's grows at the next clean step"
         )
-    hysteresis = state["hysteresis_tracker"]
-    if config.hysteresis is not None and hysteresis > config.hysteresis:
-        notes.append(
-            f"the hysteresis tracker is {hysteresis}, above the hysteresis of {config.hysteresis}: megascale cuts it "
-            "to that"
+    if rule.hysteresis is not None and hysteresis > rule.hysteresis:
+        reasons.append(
+            f"the hysteresis tracker is {hysteresis}, above the hysteresis of {rule.hysteresis}: megascale cuts it to "
+            "that"
         )
-    return FoundScaler(system, state, config, mapped=tuple(mapped), not_mapped=(*notes, *inexact_factor_notes(config)))
+    if rule.min_scale is not None and scale < rule.min_scale:
+        reasons.append(f"the scale is {scale}, below the min_scale of {rule.min_scale}, where megascale's begins")
+    if rule.max_scale is not None and scale > rule.max_scale:
+        reasons.append(f"the scale is {scale}, above the max_scale of {rule.max_scale}, where megascale's begins")
+    return reasons
 
 
 def constant(system: str, scale: Any, *, mapped: Sequence[str] = (), not_mapped: Sequence[str] = ()) -> FoundScaler:

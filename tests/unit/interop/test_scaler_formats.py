@@ -179,3 +179,48 @@ def test_what_no_scaler_continues_exactly_is_said(content: Any, message: str) ->
     found = load_scaler_state(content)
     assert found.state
     assert any(message in note for note in found.not_mapped)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"growth_interval": 7}, "at or above the growth_interval of 7: the peer compares with =="),
+        ({"hysteresis": 1}, "hysteresis tracker is 2, above the hysteresis of 1"),
+        ({"min_scale": 1024.0}, "scale is 512.0, below the min_scale of 1024.0"),
+        ({"max_scale": 256.0}, "scale is 512.0, above the max_scale of 256.0"),
+    ],
+)
+def test_a_configuration_that_breaks_the_continuation_is_refused(config: dict[str, Any], message: str) -> None:
+    """What the caller adds is held against the state, as what the checkpoint says is when it is read."""
+    found = load_scaler_state(MEGATRON | {"hysteresis_tracker": 2})
+    given = {"growth_interval": 8, "hysteresis": 2, "min_scale": 1.0}
+    found.build_grad_scaler(**given)
+    with pytest.raises(InteropError, match=f"Megatron-Core: the .*{message}.*; pass what the run was configured with"):
+        found.build_grad_scaler(**given | config)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "name", "message"),
+    [
+        ("loss_scale_window", 7, "growth_interval", "compares with =="),
+        ("hysteresis", 1, "hysteresis", "above the hysteresis of 1"),
+        ("min_loss_scale", 1024.0, "min_scale", "below the min_scale of 1024.0"),
+    ],
+)
+def test_a_recorded_configuration_that_breaks_it_is_noted(option: str, value: Any, name: str, message: str) -> None:
+    """A file's own rule that does not fit its state: the notes say so, and the nearest scaler is built."""
+    args = {"loss_scale": None, "loss_scale_window": 8, "hysteresis": 2, "min_loss_scale": 1.0} | {option: value}
+    state = MEGATRON | {"hysteresis_tracker": 2}
+    found = load_scaler_state({"args": Namespace(**args), "optimizer": {"grad_scaler": state}})
+    assert [note for note in found.not_mapped if message in note]
+    scaler = found.build_grad_scaler()
+    assert getattr(scaler, name) == value
+    assert float(scaler.scale) == max(512.0, args["min_loss_scale"])
+
+
+@pytest.mark.parametrize("name", ["growth_interval", "hysteresis", "min_scale", "max_scale"])
+def test_a_configuration_of_another_type_is_an_argument_error(name: str) -> None:
+    """It is checked before it is compared with the state."""
+    given = {"growth_interval": 8, "hysteresis": 2, "min_scale": 1.0} | {name: "x"}
+    with pytest.raises(ArgumentError, match=f"{name} must be an? (number|integer), got 'x'"):
+        load_scaler_state(MEGATRON).build_grad_scaler(**given)
