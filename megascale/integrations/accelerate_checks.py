@@ -42,6 +42,12 @@ def check_fits(accelerator: Any, optimizer: MegascaleOptimizer) -> None:
             "you build the optimizer"
         )
     if optimizer.grad_scaler is None:
+        if accelerator.scaler is not None:
+            raise UsageError(
+                f"the {name} has no grad_scaler, and would take gradients of the loss that the accelerator scales as "
+                "they are: use mixed_precision='no' with torch.autocast around forward, and a DynamicGradScaler in the "
+                f"{name}, or prepare the torch optimizer itself"
+            )
         return
     # Nobody else may scale the same loss. On a CPU Accelerate makes no scaler for "fp16", and computes in fp32.
     if accelerator.scaler is not None or accelerator.mixed_precision == "fp16":
@@ -104,8 +110,9 @@ def two_with_one_scale(optimizer: torch.optim.Optimizer) -> UsageError:
     """Return the error for a second torch optimizer, whose gradients the first one's update would leave scaled."""
     return UsageError(
         f"a {type(optimizer).__name__} would be the second optimizer of one grad_scaler, which updates its scale after "
-        "the step of each: put all parameters into one optimizer, or wrap each in a MixedPrecisionOptimizer with a "
-        "scaler of its own, with mixed_precision='no' and torch.autocast around forward"
+        "the step of each (after another training call accelerator.free_memory() first): put all parameters into one "
+        "optimizer, or wrap each in a MixedPrecisionOptimizer with a scaler of its own, with mixed_precision='no' and "
+        "torch.autocast around forward"
     )
 
 

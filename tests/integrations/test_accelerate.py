@@ -253,6 +253,7 @@ def _second(first: str, second: str, **options: Any) -> Call:
         "scaled": lambda: wrap(model()),
         "half": lambda: torch.optim.AdamW(torch.nn.Linear(2, 2).half().parameters()),
         "scaled fp32": lambda: wrap(model(torch.float32)),
+        "ours without a scaler": lambda: wrap(model(torch.float32), scale=None),
     }
     if first != "none":
         accelerator.prepare(kinds[first]())
@@ -302,6 +303,10 @@ WITHOUT: dict[str, Any] = {"mixed_precision": "fp16"}
         (partial(_second, "none", "scaled", **WITH_SCALER), "mixed_precision='no'"),
         (partial(_second, "plain", "plain", **WITH_SCALER), "second optimizer of one grad_scaler"),
         (partial(_second, "none", "half", **WITH_SCALER), "means autocast over fp32 weights"),
+        (
+            partial(_second, "none", "ours without a scaler", **WITH_SCALER),
+            "has no grad_scaler, and would take gradients",
+        ),
         (partial(_second, "none", "scaled", **WITHOUT), "use mixed_precision='no'"),
         (partial(_second, "none", "scaled fp32", **WITHOUT), "use mixed_precision='no'"),
         (partial(_other_half, "bf16", HALF), "parameters of the .* are torch.float16: use mixed_precision='no'"),
@@ -401,6 +406,21 @@ def test_grad_scaler_and_autocast_equal_torchs_own_loop(inner: str, tmp_path: Pa
     scaler.load_state_dict(GradScaler("cpu").state_dict())
     accelerator.load_state(str(tmp_path))
     assert scaler.state_dict() == saved
+
+
+def test_a_second_training_with_one_accelerator() -> None:
+    """It is refused until the accelerator has let go of the first one's optimizer, as the error says."""
+    accelerator = accelerator_of(mixed_precision="fp16", grad_scaler=GradScaler("cpu", init_scale=2.0**10))
+
+    def train() -> None:
+        module = model(torch.float32)
+        prepared_model, prepared = accelerator.prepare(module, INNER["sgd"](module))
+        assert with_accelerate(accelerator, prepared_model, prepared, norm=0.1).skips == SKIPS
+
+    train()
+    _refused(accelerator, train, UsageError, r"call accelerator\.free_memory\(\) first")
+    accelerator.free_memory()
+    train()
 
 
 def test_a_grad_scaler_that_does_not_fit_is_refused() -> None:
