@@ -132,10 +132,10 @@ class MainParams:
                 if not issubclass(kind := type(param), Tensor):
                     raise ArgumentTypeError(f"params of a param group holds a {kind.__name__}; give parameters")
                 if id(param) in seen:  # several updates of one step would write it
-                    known = self._by_id.get(id(param))
+                    known = self._by_id.get(id(param))  # None at construction
                     raise ArgumentError(
-                        f"param_groups[{index}] holds {'a parameter' if known is None else repr(known.name)} that "
-                        "param_groups held before; list each parameter once"
+                        f"param_groups[{index}] holds {known.name if known else self.names(param_groups)[id(param)]!r} "
+                        "that param_groups held before; list each parameter once"
                     )
                 seen.add(id(param))
                 if param.requires_grad and id(param) not in self._by_id:

@@ -151,6 +151,15 @@ def test_parameter_that_is_listed_twice_is_refused(backend: str) -> None:
         assert all(bits_equal(p.detach(), old) for p, old in zip(training.params, before, strict=True))
 
 
+def test_parameter_that_is_listed_twice_is_named_at_construction() -> None:
+    """Invariant 10: no main param has its name yet; it is that of ``named_parameters``."""
+    module = nn.Linear(2, 2).bfloat16()
+    inner = torch.optim.SGD(module.parameters(), lr=0.1)
+    inner.param_groups.append({**inner.param_groups[0], "params": [module.weight]})
+    with pytest.raises(ArgumentError, match=r"param_groups\[1\] holds 'weight' that param_groups held before"):
+        MixedPrecisionOptimizer(inner, named_parameters=module.named_parameters())
+
+
 def test_group_with_too_few_names_is_refused() -> None:
     """A parameter that was put into a group by hand has no name there."""
     training = _Training("reference")
