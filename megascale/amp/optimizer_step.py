@@ -155,8 +155,8 @@ def _check(loss: Any, optimizer: Any, grad_scaler: Any) -> None:
         return
     if not isinstance(grad_scaler, GradScaler | None):
         raise ArgumentTypeError(
-            f"grad_scaler must be a megascale.amp.GradScaler or None, got {grad_scaler!r}; a DynamicGradScaler goes "
-            "into a MixedPrecisionOptimizer"
+            f"grad_scaler must be a megascale.amp.GradScaler or None, got {grad_scaler!r}; change the import of "
+            "torch.amp's to megascale.amp's, and put a DynamicGradScaler into a MixedPrecisionOptimizer"
         )
     if grad_scaler is not None and grad_scaler.is_enabled():
         stages = [state["stage"] for state in grad_scaler._per_optimizer_states.values()]

@@ -323,7 +323,11 @@ def _misuses() -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
         "many elements": (ArgumentError, r"one element, got shape \(2,\)", {"loss": torch.ones(2, requires_grad=True)}),
         "no graph": (ArgumentError, "loss has no graph", {"loss": detached}),
         "no optimizer": (ArgumentTypeError, "torch.optim.Optimizer, got Tiny", {"optimizer": Tiny()}),
-        "torch's scaler": (ArgumentTypeError, r"must be a megascale\.amp\.GradScaler", {"grad_scaler": _torchs()}),
+        "torch's scaler": (
+            ArgumentTypeError,
+            r"change the import of torch\.amp's to megascale",
+            {"grad_scaler": _torchs()},
+        ),
         "no scaler": (ArgumentTypeError, "GradScaler or None, got 65536", {"grad_scaler": 65536}),
         "Megatron's scaler": (ArgumentTypeError, "MixedPrecisionOptimizer", {"grad_scaler": ConstantGradScaler(2.0)}),
         "two scalers": (ArgumentError, "pass None", {"optimizer": _mixed(fp16)}),
