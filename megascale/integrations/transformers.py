@@ -82,9 +82,10 @@ class MegascaleTrainer(Base):
             ``megascale_options``.
 
     Raises:
-        ArgumentError, ArgumentTypeError: for an option that is unknown, or that TrainingArguments decide.
-        UsageError: for autocast that would compute in another 16-bit format than that of the weights, or a torch
-            optimizer in ``optimizers=``.
+        ArgumentError, ArgumentTypeError: by the constructor, for an option that is unknown, or that TrainingArguments
+            decide; by ``train()`` for an ``optim`` that cannot be wrapped.
+        UsageError: by the constructor, for a torch optimizer in ``optimizers=``, except under ``fp16=True``; by
+            ``train()`` for autocast that would compute in another 16-bit format than that of the weights.
     """
 
     megascale_options: Mapping[str, Any] = {}
@@ -173,8 +174,9 @@ def adopt(trainer: T, **options: Any) -> T:
             as it is.
 
     Raises:
-        ArgumentError, ArgumentTypeError: see :class:`MegascaleTrainer`.
-        UsageError: if the trainer has a torch optimizer already, or is a MegascaleTrainer.
+        ArgumentError, ArgumentTypeError: as the constructor of :class:`MegascaleTrainer`.
+        UsageError: if the trainer has a torch optimizer already, or is a MegascaleTrainer. Autocast is judged by
+            ``trainer.train()``.
     """
     if not isinstance(trainer, Trainer):
         raise ArgumentTypeError(f"trainer must be a transformers.Trainer, got {type(trainer).__name__}")
