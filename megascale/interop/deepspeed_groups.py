@@ -25,6 +25,9 @@ from megascale.interop.naming import check_rounding
 from megascale.interop.records import number_of
 from megascale.interop.source import Source
 
+SCALER_ALONE = "take the scaler alone (scaler_only=True, or --scaler-only of megascale convert)"
+"""What remains where main params are not read."""
+
 
 @dataclass(frozen=True)
 class FlatGroup:
@@ -59,7 +62,7 @@ def find_state(source: Source, names: Names | None = None) -> FoundState | None:
     shards = _shards(source)
     if not shards and isinstance(model.get("optimizer"), Mapping):
         raise InteropError(
-            f"{where} was saved without ZeRO, and main params are read of its stages 1 and 2; take the scaler alone"
+            f"{where} was saved without ZeRO, and main params are read of its stages 1 and 2; {SCALER_ALONE}"
         )
     if not shards:
         return None
@@ -83,7 +86,7 @@ def _model(source: Source) -> tuple[str, Mapping[str, Any]]:
     else:
         raise InteropError(
             f"{folder.where} holds {len(files)} files of model states: model parallelism, or ZeRO-3, whose parameters "
-            "are cut over ranks, is not read; take the scaler alone, or save a consolidated checkpoint"
+            f"are cut over ranks, is not read; {SCALER_ALONE}, or save a consolidated checkpoint"
         )
     if not isinstance(content, Mapping) or not isinstance(content.get("module"), Mapping):
         raise InteropError(f"{where} holds no model of DeepSpeed's; pass the checkpoint's folder")
@@ -97,7 +100,7 @@ def _shards(source: Source) -> list[Mapping[str, Any]]:
     for path, shard in zip(files, shards, strict=True):
         stage, counts = number_of(shard.get("zero_stage")), shard.get("partition_count")
         if stage not in (1, 2) or "single_partition_of_fp32_groups" not in shard:
-            raise InteropError(f"{path} is of ZeRO stage {stage}; stages 1 and 2 are read; take the scaler alone")
+            raise InteropError(f"{path} is of ZeRO stage {stage}; stages 1 and 2 are read; {SCALER_ALONE}")
         for count in counts if isinstance(counts, (list, tuple)) else [counts]:
             if count != len(files):
                 raise InteropError(

@@ -27,7 +27,8 @@ def load_scaler_state(source: Any, *, format: str = AUTO) -> FoundScaler:
     found = find_scaler(opened, format)
     if found is None:
         raise InteropError(
-            f"{opened.where} holds no loss scaler's state: it was trained without a loss scale, or saved without it"
+            f"{opened.where} holds no loss scaler's state: it was trained without a loss scale, or saved without it, "
+            "or by a library that is not read here, such as apex.amp"
         )
     return found
 

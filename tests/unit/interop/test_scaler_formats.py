@@ -147,6 +147,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "deepspeed lacks": (changed(DEEPSPEED, cur_iter=None), "lacks cur_iter"),
     "torch several": ({"a": TORCH, "b": changed(TORCH, scale=4.0)}, "2 grad scalers that differ"),
     "no scaler": ({"pytorch-lightning_version": "2.6", "state_dict": {}}, "holds no loss scaler"),
+    "apex": (
+        {"optimizer": {"state": {}, "param_groups": []}, "amp": {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}},
+        "or by a library that is not read here, such as apex.amp",
+    ),
     "fairseq": (
         {"args": None, "optimizer_history": [{}], "last_optimizer_state": {"loss_scale": 512.0, "param_groups": []}},
         "no checkpoint of .* it has args, last_optimizer_state, optimizer_history",
