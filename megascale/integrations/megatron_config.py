@@ -1,10 +1,11 @@
 """From Megatron-Core's ``OptimizerConfig`` to ours, by field names: nothing of Megatron is imported."""
 
 import math
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megascale.config import OptimizerConfig
 from megascale.errors import ArgumentError, ArgumentTypeError
@@ -118,8 +119,8 @@ def from_megatron_config(config: Any) -> OptimizerConfig:
     """Return the OptimizerConfig that steps as Megatron-Core's optimizer does with ``config``.
 
     A known field whose effect we do not reproduce is refused unless it is off. A field that this module does not know,
-    of a newer Megatron-Core or a subclass, is accepted at the default that its class declares: a new feature is off
-    until it is asked for. :data:`NO_EFFECT` lists fields that are ignored, :data:`GROUPING` those that
+    of a newer Megatron-Core or a subclass, is accepted at the default of the class that declared it first: a new
+    feature is off until it is asked for. :data:`NO_EFFECT` lists fields that are ignored, :data:`GROUPING` those that
     :func:`check_grouping` is for.
 
     Args:
@@ -167,14 +168,21 @@ def _refuse_if_on(config: Any, name: str, remedy: str) -> None:
 
 
 def _refuse_unknown(config: Any) -> None:
-    """Raise ArgumentError for a field that is not in :data:`KNOWN` and not at the default that its class declares."""
-    for one in fields(config):
+    """Raise ArgumentError for a field that is not in :data:`KNOWN`, and not at its default.
+
+    That is the one of the first class that declares the field: one that inherits it may switch it on by another.
+    """
+    declared = {one.name: one for kind in type(config).__mro__ if is_dataclass(kind) for one in fields(kind)}
+    for one in (one for name, one in declared.items() if name not in KNOWN):
         default = one.default if one.default_factory is MISSING else one.default_factory()
         value = getattr(config, one.name, default)
-        if one.name not in KNOWN and value is not default and value != default:
+        by_elements = isinstance(value, Tensor) or isinstance(default, Tensor)
+        changed = repr(value) != repr(default) if by_elements else value != default
+        if changed and value is not default:  # a NaN is not equal to itself
+            remedy = "pass a megascale.OptimizerConfig" if default is MISSING else f"leave it at {default!r}"
             raise ArgumentError(
                 f"config.{one.name} is {value!r}, which megascale does not do; megascale does not know this field: "
-                f"leave it at {default!r}"
+                f"{remedy}"
             )
 
 

@@ -156,8 +156,9 @@ UNTOUCHED: dict[str, Any] = {
     "number": (int, 3),
     "none": (str | None, None),
     "list": (list[int], field(default_factory=lambda: [1])),
+    "tensor": (torch.Tensor, field(default_factory=lambda: torch.zeros(3))),
 }
-CHANGED: dict[str, Any] = {"number": 4, "none": "all", "list": []}
+CHANGED: dict[str, Any] = {"number": 4, "none": "all", "list": [], "tensor": torch.ones(2)}
 
 
 @pytest.mark.parametrize("kind", UNTOUCHED)
@@ -178,6 +179,25 @@ def test_the_default_is_that_of_the_version() -> None:
         from_megatron_config(version())
         with pytest.raises(ArgumentError, match=f"config.feature is 4, .*leave it at {default}"):
             from_megatron_config(version(feature=4))
+
+
+def test_a_subclass_that_switches_a_new_field_on_is_refused() -> None:
+    """The default that counts is that of the class which declared the field first; a field of its own is its own."""
+    version: Any = _newer(("feature", bool, False))
+    mine = make_dataclass("Mine", [("feature", bool, True), ("own", int, 3)], bases=(version,), kw_only=True)
+    with pytest.raises(ArgumentError, match=r"config.feature is True, .*: leave it at False"):
+        from_megatron_config(mine())
+    from_megatron_config(mine(feature=False))
+    with pytest.raises(ArgumentError, match=r"config.own is 4, .*: leave it at 3"):
+        from_megatron_config(mine(feature=False, own=4))
+
+
+def test_a_new_field_without_a_default_is_refused() -> None:
+    """Nothing says which value is off."""
+    with pytest.raises(
+        ArgumentError, match=r"config.feature is 3, .*know this field: pass a megascale.OptimizerConfig$"
+    ):
+        from_megatron_config(_newer(("feature", int))(feature=3))
 
 
 @pytest.mark.parametrize("name", REMEDIES)
