@@ -101,7 +101,7 @@ def load_megatron_checkpoint(checkpoint: Any, optimizer: MegascaleOptimizer, *, 
             Megatron does not save, start anew. A DistributedOptimizer keeps its shard. If the checkpoint has the model
             too, each of its 16-bit weights must be the rounded main param of its name, so that parameters in another
             order are refused.
-        keep_grad_scaler: do not change the live grad scaler.
+        keep_grad_scaler: do not change the live grad scaler. Else it goes on from the first of the checkpoint's.
 
     Raises:
         InteropError, StateDictError, MainParamOverflowError: on every rank alike, naming what does not fit. Nothing has
@@ -237,6 +237,7 @@ def _is_meaningful(group: Mapping[str, Any], key: str, value: Any) -> bool:
 
 
 def _check_scaler(saved: Sequence[Any], live: bool) -> None:
+    """Raise InteropError if only one side has a scaler. Of several that differ the first counts: it scaled the loss."""
     if live and not saved:
         raise InteropError(
             "the checkpoint holds no grad scaler, the optimizer has one; pass keep_grad_scaler=True to go on with the "
