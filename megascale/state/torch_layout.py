@@ -267,14 +267,20 @@ def _shared_state(given: Mapping[str, Any], names: Mapping[Any, str], live: Mapp
 
 
 def _names_by_key(groups: Sequence[Mapping[str, Any]], live: Sequence[Sequence[str]]) -> dict[Any, str]:
-    """Return our name for each key in ``params``: the key itself if it is a name, else the name at its position."""
+    """Return our name for each key in ``params``: its own name if it has one, else the name at its position.
+
+    A string is a name; positions may have theirs in ``param_names``. Names count if one side has all of the other's.
+    """
     keys = [key for group in groups for key in group["params"]]
     names = [name for group in live for name in group]
     are_positions = names == [str(position) for position in range(len(names))]
-    if not are_positions and all(isinstance(key, str) for key in keys):
-        new = renames(keys, names, "state dict")
-        if all(key in new or key in names for key in keys):
-            return {key: new.get(key, key) for key in keys}
+    are_named = all(isinstance(key, str) for key in keys)
+    given = keys if are_named else [name for group in groups for name in group.get("param_names") or ()]
+    if not are_positions and len({*given}) == len(keys):
+        new = renames(given, names, "state dict")
+        found = [new.get(name, name) for name in given]
+        if {*found} <= {*names} or {*names} <= {*found}:
+            return dict(zip(keys, found, strict=True))
     sizes, live_sizes = [len(group["params"]) for group in groups], [len(group) for group in live]
     if sizes != live_sizes:
         raise StateDictError(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import StateDictError
@@ -89,6 +89,40 @@ def test_a_file_has_both_names_for_one_thing() -> None:
     with pytest.raises(StateDictError, match="another one"):
         resumed.load_state_dict(parted)
     assert resumed.param_groups[0]["lr"] == RATE
+
+
+@pytest.mark.parametrize("saver", ["ours", "torch's"])
+def test_names_count_after_a_read(saver: str) -> None:
+    """A rate that was logged made the dict torch's layout, which went by position: equal shapes were exchanged.
+
+    A torch optimizer's dict has names beside its positions, too. Without strict, an optimizer of fewer takes its own.
+    """
+    named = [(name, nn.Parameter(torch.full((2,), value))) for name, value in (("one", 1.0), ("two", 2.0))]
+    inner = torch.optim.SGD(named, lr=RATE, momentum=0.5)
+    optimizer = MixedPrecisionOptimizer(inner)
+    for _, param in named:
+        param.grad = param.detach().clone()
+    optimizer.step()
+
+    def saved() -> dict[str, Any]:
+        return optimizer.state_dict() if saver == "ours" else inner.state_dict()
+
+    def loaded(state: dict[str, Any], names: list[str], *, strict: bool = True) -> dict[str, Any]:
+        params = [(name, nn.Parameter(torch.zeros(2))) for name in names]
+        resumed = MixedPrecisionOptimizer(torch.optim.SGD(params, lr=1.0, momentum=0.5))
+        resumed.load_state_dict(state, strict=strict)
+        state_of: dict[str, Any] = resumed.state_dict()["optimizer"]["state"]
+        return {name: entries["momentum_buffer"][0].item() for name, entries in state_of.items()}
+
+    logged = saved()
+    assert logged["param_groups"][0]["lr"] == RATE
+    for state in (logged, saved()):
+        assert loaded(state, ["two", "one"]) == {"two": 2.0, "one": 1.0}
+        assert loaded(state, ["module.two", "module.one"]) == {"module.two": 2.0, "module.one": 1.0}
+        assert loaded(state, ["two"], strict=False) == {"two": 2.0}
+        with pytest.raises(StateDictError, match="'one'"):
+            loaded(state, ["two"])
+    assert loaded(logged, ["a", "b"]) == {"a": 1.0, "b": 2.0}, "foreign names go by position"
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["as it is", "from a file"])
