@@ -24,12 +24,15 @@ def on_first_rank(make: Callable[[], str]) -> None:
 
     Raises ArgumentError for a value of MEGASCALE_QUIET that is neither 0 nor 1.
     """
-    if not is_first_rank():
+    quiet = os.environ.get(QUIET_VARIABLE) or "0"
+    if not is_first_rank() or validate.one_of(QUIET_VARIABLE, quiet, ("0", "1")) == "1":
         return
-    is_quiet = validate.one_of(QUIET_VARIABLE, os.environ.get(QUIET_VARIABLE) or "0", ("0", "1")) == "1"
     is_logged = _logger.isEnabledFor(logging.INFO) and _logger.hasHandlers()
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()  # None as in a daemon
-    if is_quiet or not (is_logged or is_terminal):
+    try:
+        is_terminal = sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, it is a program's own object, or it is closed
+        is_terminal = False
+    if not (is_logged or is_terminal):
         return
     text = make()
     if text in _told:

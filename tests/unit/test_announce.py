@@ -1,9 +1,11 @@
 """The line at the start: what was built, on rank 0. It can be switched off."""
 
+import io
 import logging
 import re
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,8 +98,21 @@ def test_without_a_terminal_the_log_has_it(monkeypatch: pytest.MonkeyPatch, caps
         announce._logger.removeHandler(handler)
         announce._logger.setLevel(logging.NOTSET)
     assert [record.getMessage()[:24] for record in heard] == ["MixedPrecisionOptimizer("]
-    monkeypatch.setattr(sys, "stderr", None)  # as under pythonw, or a daemon
+
+
+@pytest.mark.parametrize("quiet", ["0", "1"])
+@pytest.mark.parametrize("stderr", ["none", "a logger's", "closed"])
+def test_an_odd_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch, stderr: str, quiet: str) -> None:
+    """None under pythonw, without isatty() where a program sends it to its log; closed, isatty() raises. The
+    constructor failed, on the first rank alone.
+    """
+    closed = io.StringIO()
+    closed.close()
+    streams = {"none": None, "a logger's": SimpleNamespace(write=print, flush=print), "closed": closed}
+    monkeypatch.setattr(sys, "stderr", streams[stderr])
+    monkeypatch.setenv(announce.QUIET_VARIABLE, quiet)
     _build()
+    assert not announce._told
 
 
 def _lines_of_ranks() -> str:
