@@ -253,6 +253,8 @@ class TritonBackend(ReferenceBackend):
     def _hold(self, operands: Operands, found_inf: Tensor | None) -> Tensor | None:
         """Encode main params, or decode them without ``found_inf``. Returns flags; None: the kernel cannot read all."""
         device = self._check(operands.main[0].device)
+        if is_capturing(device) and "hold" not in operands.tables:  # some that the reference has picked: no table yet
+            return None
         columns = [operands.remainder, operands.model, operands.main]
         plan = find_plan(operands.tables, "hold", device, lambda: make_plan(list(map(TensorList.of, columns)), {}))
         if not plan.tables:

@@ -9,12 +9,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megascale.errors import UsageError
-from megascale.kernels import ReferenceBackend
+from megascale.kernels import Operands, ReferenceBackend
+from megascale.kernels.remainders import encode
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.triton import backend as triton_backend
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.backend import TritonBackend
 from megascale.utils import transfer
+from tests.training import bits_equal
 from tests.unit.kernels.triton_cases import (
     DEVICE,
     HALF,
@@ -179,3 +181,34 @@ def test_capture_reuses_tables_and_refuses_new_ones(monkeypatch: pytest.MonkeyPa
     for moved in ([grad.clone() for grad in grads], grads[:1]):
         with pytest.raises(UsageError, match=refusal):
             step(moved)
+
+
+def test_capture_holds_remainders_beside_gradients_of_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GradSync's gradients lie in row-major order, channels_last weights do not: what the reference updates for that
+    in a graph has no table from the steps before, and needs none. A StepGraph could not be captured.
+    """
+    generator = torch.Generator().manual_seed(0)
+    main, values = (torch.randn(2, 3, 4, 5, generator=generator).to(DEVICE) for _ in range(2))
+
+    def operands() -> Operands:
+        model, remainder = (one.contiguous(memory_format=torch.channels_last) for one in encode(main, HALF))
+        state = {name: [torch.zeros_like(model, dtype=SINGLE)] for name in ("exp_avg", "exp_avg_sq")}
+        hollow = torch.empty_like(model, dtype=SINGLE)
+        hollow.untyped_storage().resize_(0)
+        return Operands(
+            model=[model],
+            main=[hollow],
+            grad=[values],
+            state=state,
+            step=[torch.zeros((), device=DEVICE)],
+            remainder=[remainder],
+        )
+
+    ours, theirs, backend, reference = operands(), operands(), TritonBackend(), ReferenceBackend()
+    for is_captured in (False, True):
+        for module in (device_table, triton_backend):
+            monkeypatch.setattr(module, "is_capturing", lambda device, captured=is_captured: captured)
+        update(backend, ours, HYPERS["adamw"], decision_of())
+        update(reference, theirs, HYPERS["adamw"], decision_of())
+        for left, right in zip([*ours.model, *ours.remainder], [*theirs.model, *theirs.remainder], strict=True):
+            assert bits_equal(left, right)
