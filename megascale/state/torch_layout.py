@@ -13,7 +13,7 @@ ours goes into every parameter's state, next to the moments, as they carry that 
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -45,7 +45,7 @@ TAKEN = frozenset(ADDED)
 
 
 class StateDict(dict[str, Any]):
-    """Our state dict, which becomes torch's layout when it is asked for ``["state"]`` or ``["param_groups"]``.
+    """Our state dict, which becomes torch's layout when ``["state"]`` or ``["param_groups"]`` is read or written.
 
     Both count as contained, but are not among its keys before: it iterates and prints as our layout. Asked for one of
     them, it has these two alone, with the same tensors: torch's functions write to them, programs set a rate there, or
@@ -59,7 +59,8 @@ class StateDict(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         if key not in TORCH_KEYS or "optimizer" not in self:
-            raise KeyError(key)
+            is_ours = "optimizer" in self
+            raise KeyError(key if is_ours else f"{key} (it was read as torch's layout: call state_dict() again)")
         layout = to_torch_layout(self)
         self.clear()
         self.update(layout)
@@ -68,7 +69,16 @@ class StateDict(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or (key in TORCH_KEYS and super().__contains__("optimizer"))
 
-    get = Mapping.get  # type: ignore[assignment]  # dict's own does not ask __missing__()
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.get(key)  # one of torch's two replaces that of its layout, beside the other one
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        self.pop(key)
+
+    # dict's own ask none of the above.
+    get = Mapping.get  # type: ignore[assignment]
+    setdefault, update = MutableMapping.setdefault, MutableMapping.update
 
     def pop(self, key: str, *default: Any) -> Any:
         """Take an entry out. If it is one of torch's two, the other one stays."""

@@ -64,8 +64,40 @@ def test_it_has_one_layout_at_a_time() -> None:
     assert list(state) == list(dict(state)) == ["state", "param_groups"]
     assert state["state"] is layout
     assert "optimizer" not in state
-    with pytest.raises(KeyError, match="main_params"):
+    with pytest.raises(KeyError, match=r"main_params \(.*torch's layout: call state_dict\(\) again"):
         state["main_params"]
+    assert state.get("main_params") is None
+
+
+def _assigned(state: Any, groups: list[Any]) -> None:
+    state["param_groups"] = groups
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        _assigned,
+        lambda state, groups: state.update(param_groups=groups),
+        lambda state, groups: state.setdefault("param_groups", [])[0].update(groups[0]),
+        lambda state, groups: state.update(state=state.setdefault("state", {}), param_groups=groups),
+    ],
+)
+def test_a_write_makes_it_torchs_layout_as_a_read_does(write: Callable[[Any, list[Any]], object]) -> None:
+    """An assignment stood beside our layout, which is loaded: it was refused, and setdefault() stored the default."""
+    optimizer = _trained()
+    state, other = optimizer.state_dict(), optimizer.state_dict()
+    write(state, [group | {"lr": RATE} for group in other["param_groups"]])
+    assert list(state) == ["state", "param_groups"]
+    resumed = _trained()
+    resumed.load_state_dict(state)
+    assert resumed.param_groups[0]["lr"] == RATE
+    del other["state"]
+    assert list(other) == ["param_groups"]
+    fresh = optimizer.state_dict()
+    del fresh["state"]
+    assert list(fresh) == ["param_groups"]
+    with pytest.raises(KeyError):
+        del fresh["state"]
 
 
 def test_a_file_has_both_names_for_one_thing() -> None:
