@@ -176,7 +176,12 @@ class StateView(_View[Any]):
             if len(self._sources) > 1:
                 raise UsageError("state of several optimizers takes no new keys: write it into one of .optimizers")
             [source] = self._sources
-        if isinstance(key, Tensor) and isinstance(value, Mapping):
+        if isinstance(key, Tensor):
+            if not isinstance(value, Mapping):
+                raise UsageError(
+                    f"optimizer.state of {ParamEntries(source, key)._name()!r} was assigned a {type(value).__name__}; "
+                    "assign a dict of its entries, by name"
+                )
             added = {name: value[name] for name in layout.ADDED if name in value}
             for name, entry in added.items():
                 if name != layout.NUM_STATES:  # which follows from what is assigned

@@ -145,6 +145,18 @@ def test_what_cannot_be_written(name: str, value: Any, message: str) -> None:
     assert same_bits(snapshot(optimizer, module), before)
 
 
+def test_a_parameters_state_is_a_dict() -> None:
+    """Anything else is named where it is assigned: the next step ended with a TypeError that named nothing."""
+    module, optimizer = _trained()
+    before, weight = snapshot(optimizer, module), module.first.weight
+    message = "optimizer.state of 'first.weight' was assigned a Tensor.*assign a dict of its entries"
+    with pytest.raises(UsageError, match=message):
+        optimizer.state[weight] = torch.ones(6, 4)
+    with pytest.raises(UsageError, match=message):
+        optimizer.state = {weight: torch.ones(6, 4)}
+    assert same_bits(snapshot(optimizer, module), before)
+
+
 def test_a_copy_of_a_main_param_that_is_not_finite_may_be_assigned() -> None:
     """As a program does that moves the state of a run which has diverged."""
     module, optimizer = _trained()
