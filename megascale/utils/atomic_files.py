@@ -32,9 +32,12 @@ def atomic_write(target: Path, *, overwrite: bool) -> Iterator[Path]:
         yield unnamed
         with open(unnamed, "rb") as stream:
             os.fsync(stream.fileno())
-        if target.exists() and not overwrite:
-            raise FileExistsError(f"{target} exists already")
-        os.replace(unnamed, target)
+        try:
+            (os.replace if overwrite else os.link)(unnamed, target)  # a new link takes no name that is there
+        except OSError:
+            if overwrite or os.path.lexists(target):
+                raise
+            os.replace(unnamed, target)  # in a file system without hard links
         sync_folder(target.parent)
     finally:
         unnamed.unlink(missing_ok=True)

@@ -72,3 +72,30 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(InteropError, match="cannot be written"):
             convert(SCALER, tmp_path / "ours.pt")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_a_name_that_is_there_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a link whose disk is not mounted, nor a file that comes after the last look: both were. A file system
+    without hard links gets its file.
+    """
+    link, file = tmp_path / "link.pt", tmp_path / "file.pt"
+    link.symlink_to(tmp_path / "unmounted" / "ours.pt")
+    file.write_text("theirs")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "exists", lambda path: False)
+        for target in (link, file):
+            with pytest.raises(InteropError, match=f"{target.name} cannot be written: .*exists"):
+                convert(SCALER, target)
+    assert link.is_symlink()
+    assert file.read_text() == "theirs"
+
+    def refused(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("megascale.utils.atomic_files.os.link", refused)
+        convert(SCALER, tmp_path / "ours.pt")
+        with pytest.raises(InteropError, match="cannot be written"):
+            convert(SCALER, link)
+    assert torch.load(tmp_path / "ours.pt", weights_only=True)
+    assert len(list(tmp_path.iterdir())) == 3
