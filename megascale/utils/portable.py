@@ -45,9 +45,14 @@ def portable(value: Any, where: str, *, copy: bool) -> Any:
     if isinstance(value, (list, tuple)):
         items = [portable(item, f"{where}[{i}]", copy=copy) for i, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, Mapping) and all(isinstance(plain(key), PRIMITIVES) for key in value):
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(plain(key), PRIMITIVES)]:
+            raise StateDictError(
+                f"{where} has the key {odd[0]!r}, of a type that a state dict cannot hold; keep keys that are strings "
+                "or numbers there"
+            )
         return {plain(key): portable(item, f"{where}[{key!r}]", copy=copy) for key, item in value.items()}
     raise StateDictError(
         f"{where} is a {type(value).__name__}, which a state dict cannot hold; keep tensors, numbers, strings, dtypes "
-        "and devices there, and dicts whose keys are strings or numbers"
+        "and devices there"
     )

@@ -123,6 +123,15 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(value: Any) -> No
     assert optimizer.step().success
 
 
+def test_a_key_that_cannot_be_saved_is_named() -> None:
+    """The error said that a state dict cannot hold a dict."""
+    optimizer = wrap(model(), INNER["adamw_foreach"])
+    optimizer.param_groups[0]["rates"] = [{(0, 1): 0.5}]
+    message = r"param_groups\[0\]\['rates'\]\[0\] has the key \(0, 1\), .*keep keys that are strings or numbers"
+    with pytest.raises(StateDictError, match=message):
+        optimizer.state_dict()
+
+
 @pytest.mark.parametrize("cell", [cell for cell in LAYOUTS if cell.world_size > 1], ids=str)
 def test_every_rank_refuses_what_one_cannot_save(cell: Cell, ranks: RankPool) -> None:
     """Cells of one rank have no other."""
