@@ -368,6 +368,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
         The functions of ``torch.distributed.checkpoint.state_dict`` take it too: :mod:`megascale.state.torch_layout`.
         ``copy=False`` returns live tensors instead of copies: for a caller that writes them out before the next step.
+        Clone those that :meth:`load_state_dict` is to give to another parameter: it copies one after the other.
 
         Raises:
             InnerStepError: the last update failed in host memory, so that main params may be updated in part. It is

@@ -211,11 +211,13 @@ class LiveState:
         """Check a state dict, as :meth:`check` does, and its values. Raises as that, and MainParamOverflowError.
 
         All that can raise is done here: other ranks may find an error, and then nothing has changed. No rank
-        communicates. Nothing is copied: a live tensor is for the place that it lies in.
+        communicates. Nothing is copied: a live tensor is for the place that it lies in; a main param's for another is
+        refused.
         """
         self.check(state_dict, strict=strict)
         states, groups = state_dict["optimizer"]["state"], state_dict["optimizer"]["param_groups"]
         mains, options, params = state_dict["main_params"], self._options(), list[Loaded]()
+        places = {held(main.main).data_ptr(): main for main in self.main_params}
         for name, param in self.named_params().items():
             keeps = self.main_params.keeps(param)
             main, state = mains.get(name) if keeps else None, None
@@ -224,6 +226,12 @@ class LiveState:
                 if isinstance(main, ParamShard):
                     self.main_params.to_local(param, main, main.dtype)
                 memory = main.piece if isinstance(main, ParamShard) else held(main)
+                place = places.get(memory.data_ptr()) if memory.numel() else None
+                if place is not None and place.model is not param:
+                    raise StateDictError(
+                        f"state dict gives {name!r} the live main param of {place.name!r}, which the load may change "
+                        "first: clone it"
+                    )
                 portable_state.check_fits_model(name, memory.float(), param)
             if name in states and (name not in mains or keeps):
                 given = _counted(states[name], self.update.required_state(options[id(param)]))

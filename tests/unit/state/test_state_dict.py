@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megascale import ConstantGradScaler, MixedPrecisionOptimizer
 from megascale.errors import MainParamOverflowError, StateDictError
@@ -77,6 +77,28 @@ def test_nothing_aliases_and_input_is_not_changed() -> None:
     assert repr(state) == repr(kept)
     live = {tensor.data_ptr() for tensor in _tensors(optimizer.state_dict(copy=False)) if tensor.numel()}
     assert not live & {tensor.data_ptr() for tensor in _tensors(state)}
+
+
+def test_a_live_main_param_goes_to_its_own_place_alone() -> None:
+    """Two that were exchanged had one's values, in silence: they are copied one after the other. Clones are exchanged,
+    and live tensors load where they lie.
+    """
+    first, second = "first.weight", "second.weight"
+    module = model()
+    module.second = nn.Linear(4, 6).half()  # of the same shape
+    optimizer = wrap(module)
+    state = optimizer.state_dict(copy=False)
+    optimizer.load_state_dict(state)
+    mains = {name: main.clone() for name, main in optimizer.main_params()}
+    live = dict(optimizer.main_params())
+    given = state | {"main_params": live | {first: live[second], second: live[first]}}
+    with pytest.raises(StateDictError, match=f"'{first}' the live main param of '{second}'.*clone it"):
+        optimizer.load_state_dict(given)
+    assert all(torch.equal(main, mains[name]) for name, main in optimizer.main_params())
+    optimizer.load_state_dict(state | {"main_params": mains | {first: mains[second], second: mains[first]}})
+    found = dict(optimizer.main_params())
+    assert torch.equal(found[first], mains[second])
+    assert torch.equal(found[second], mains[first])
 
 
 def test_names_by_argument_and_by_position() -> None:
