@@ -306,5 +306,7 @@ def rate(options: Mapping[str, Any]) -> float | Tensor:
             f"lr of a param group must be a number, or a tensor of one, got a tensor of shape {tuple(value.shape)} and "
             f"dtype {value.dtype}"
         )
+    if (fault := memory_fault(held(value))) is not None:
+        raise ArgumentError(f"lr of a param group {fault}; assign a number, or a tensor that has its memory")
     value = value.detach().reshape(())
     return value.float() if value.dtype in HALF_DTYPES or not value.dtype.is_floating_point else value

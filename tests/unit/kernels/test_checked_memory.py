@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale.errors import GradientError, UsageError
+from megascale.errors import ArgumentError, GradientError, UsageError
 from tests.training import bits_equal
 from tests.unit.kernels.memory_cases import BACKENDS, MAKERS, Make, Training, go_on, same_training
 
@@ -202,6 +202,19 @@ def test_state_that_does_not_fit_is_refused(spoiled: str, make: Make, name: str)
     training.backward()
     training.refused(UsageError, rf"state\['1'\]\['{name}'\] .*{message}")
     training.inner.state[training.params[1]][name] = good
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize("make", [MAKERS["adamw"], _rmsprop], ids=["adamw", "its own step"])
+def test_a_rate_without_memory_is_refused(make: Make) -> None:
+    """What lay there was the rate: weights of -3e8, and success, or a dead process. Replaced, it goes on."""
+    training = Training("reference", make)
+    training.inner.param_groups[0]["lr"] = rate = torch.full((), 0.1)
+    training.step()
+    rate.untyped_storage().resize_(0)
+    training.backward()
+    training.refused(ArgumentError, "lr of a param group has lost its memory.*assign a number")
+    training.inner.param_groups[0]["lr"] = 0.1
     training.optimizer.step()
 
 
