@@ -3,7 +3,7 @@
 :mod:`megascale.kernels.remainders` has the format.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -17,7 +17,7 @@ from megascale.kernels.protocol import FP16_OVERFLOW, Operands, flags_at, runs_o
 from megascale.kernels.remainders import decode, encode
 
 DECODED_NUMEL = 1 << 20
-"""Elements that are decoded at a time. A larger parameter is decoded alone, whole."""
+"""Elements that are decoded at a time. A larger parameter is decoded alone, in slices along its first dimension."""
 
 
 class TorchRounding:
@@ -38,10 +38,9 @@ class TorchRounding:
 
     def decode_(self, operands: Operands) -> None:
         """Write the main params, fp32, of ``operands`` that have remainders, at least one."""
-        for indices in runs_of(operands.model, DECODED_NUMEL):
-            part = operands.pick(indices)
-            decoded = decode(_joined(part.model), _joined(part.remainder))
-            torch._foreach_copy_(part.main, _parts(decoded, part.main))
+        for _, (mains, models, remainders) in _slices(operands):
+            decoded = decode(_joined(models), _joined(remainders))
+            torch._foreach_copy_(mains, _parts(decoded, mains))
 
     def encode_(self, operands: Operands, found_inf: Tensor) -> Tensor:
         """Write model params and remainders for the main params of ``operands``, unless ``found_inf`` is set.
@@ -51,16 +50,15 @@ class TorchRounding:
         """
         skipped = (found_inf != 0).reshape(())
         watch = RoundingWatch(len(operands.model))
-        for indices in runs_of(operands.model, DECODED_NUMEL):
-            part = operands.pick(indices)
-            watch.observe(indices, part.main, part.model)
-            main, model, remainder = map(_joined, (part.main, part.model, part.remainder))
+        for indices, (mains, models, remainders) in _slices(operands):
+            watch.observe(indices, mains, models)
+            main, model, remainder = map(_joined, (mains, models, remainders))
             rounded, left = encode(main, model.dtype)
             keeps = skipped
             if model.dtype == torch.float16:
                 keeps = skipped | ((main.abs() >= FP16_OVERFLOW) & main.isfinite())
-            torch._foreach_copy_(part.model, _parts(torch.where(keeps, model, rounded), part.model))
-            torch._foreach_copy_(part.remainder, _parts(torch.where(keeps, remainder, left), part.remainder))
+            torch._foreach_copy_(models, _parts(torch.where(keeps, model, rounded), models))
+            torch._foreach_copy_(remainders, _parts(torch.where(keeps, remainder, left), remainders))
         return watch.flags(skipped.device) & ~skipped
 
 
@@ -95,6 +93,23 @@ def of_trained(update: Update) -> Update:
         return flags_at(there, flags, len(operands.model))
 
     return updating
+
+
+def _slices(operands: Operands) -> Iterator[tuple[list[int], Sequence[list[Tensor]]]]:
+    """Yield the indices of some parameters, with their main params, their model params and their remainders.
+
+    A large parameter comes in slices along its first dimension, which are views whatever its strides: tensor code takes
+    up to 39 bytes for each element that it has at once, and fewer of them stay in cache.
+    """
+    for indices in runs_of(operands.model, DECODED_NUMEL):
+        columns = [[column[at] for at in indices] for column in (operands.main, operands.model, operands.remainder)]
+        first = columns[0][0]
+        if first.numel() <= DECODED_NUMEL:
+            yield indices, columns
+            continue
+        length = max(1, DECODED_NUMEL // first[0].numel())
+        for pieces in zip(*(tensor.split(length) for [tensor] in columns), strict=True):
+            yield indices, [[piece] for piece in pieces]
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

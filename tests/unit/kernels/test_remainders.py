@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascale.kernels import Operands, remainders, select_backend
+from megascale.kernels import Operands, ReferenceBackend, remainders, rounding, select_backend
+from tests.training import bits_equal
 
 CHUNK = 1 << 22
 FORMATS = (torch.float16, torch.bfloat16)
@@ -161,3 +162,41 @@ def test_what_does_not_fit_fp16_is_told_and_kept(backend: str, numbers: int) -> 
         main.zero_()
     select_backend(backend).decode_(held)
     assert all(torch.equal(one, other) for one, other in zip(mains, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_a_large_parameter_is_decoded_and_encoded_in_slices(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, tensor code took 39 bytes per element of the largest one. The bits are the same, whatever the strides, and
+    an overflow in any slice is the parameter's.
+    """
+    generator, backend = torch.Generator().manual_seed(0), ReferenceBackend()
+    mains = [torch.randn(shape, generator=generator) for shape in ((3, 5), (40, 4, 2, 2), (97,), (6, 30), (2, 3))]
+    mains[1] = mains[1].contiguous(memory_format=torch.channels_last)
+    mains[3] = mains[3].t()
+    mains[2][60] = 1e6
+
+    def held() -> tuple[Operands, Tensor]:
+        model, remainder = map(list, zip(*(remainders.encode(main, dtype) for main in mains), strict=True))
+        operands = Operands(model=model, remainder=remainder, main=list(map(torch.zeros_like, mains)))
+        backend.decode_(operands)
+        for main, given in zip(operands.main, mains, strict=True):
+            main.add_(given)
+        return operands, backend.encode_(operands, torch.zeros(()))
+
+    whole, flags = held()
+    sizes = []
+
+    def noted(model: Tensor, remainder: Tensor) -> Tensor:
+        sizes.append(model.numel())
+        return remainders.decode(model, remainder)
+
+    monkeypatch.setattr(rounding, "DECODED_NUMEL", 32)
+    monkeypatch.setattr(rounding, "decode", noted)
+    sliced, same_flags = held()
+    assert sizes == [15, *[32] * 20, *[32, 32, 32, 1], *[30] * 6, 6]
+    assert torch.equal(flags, same_flags)
+    assert flags.tolist() == [False, False, dtype == torch.float16, False, False]
+    for column in ("main", "model", "remainder"):
+        assert all(map(bits_equal, getattr(whole, column), getattr(sliced, column)))
