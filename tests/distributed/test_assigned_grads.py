@@ -176,6 +176,11 @@ def _under_ddp(kind: str, options: dict[str, Any], is_first: bool) -> str:
     optimizer.zero_grad()
     _loss(module, 0, dist.get_rank()).backward()
     assert bool(optimizer.step().success)
+    optimizer.zero_grad()
+    network = DistributedDataParallel(module, **options)  # also around a model that has trained
+    network(batch(1, dist.get_rank(), FP32)).square().mean().backward()
+    with pytest.raises(GradientError, match="would be ignored"):
+        optimizer.step()
     return str(at_the_step.value)
 
 
@@ -193,6 +198,27 @@ def test_ddp_around_a_synced_model_is_refused(
     for message in ranks.run(2, _under_ddp, kind, options, is_first):
         assert "would be ignored" in message
         assert "If a DistributedDataParallel is around the module, drop it" in message
+
+
+def _hidden_by_ddp(kind: str, options: dict[str, Any]) -> bool:
+    ends = []
+    for is_wrapped in (False, True):
+        module = net(FP32)
+        optimizer = _make(kind, module)
+        network = DistributedDataParallel(module, **options) if is_wrapped else module
+        for step in range(3):
+            network(batch(step, dist.get_rank(), FP32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(weights(module))
+    return same(*ends)
+
+
+@pytest.mark.parametrize("kind", ["sync", "sharded"])
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_what_ddp_hides_is_right(ranks: RankPool, kind: str, option: str) -> None:
+    """With these options DistributedDataParallel writes no gradients, and cannot be seen: bits are those without it."""
+    assert ranks.run(2, _hidden_by_ddp, kind, {option: True}) == [True, True]
 
 
 def _not_given() -> list[str]:

@@ -98,11 +98,11 @@ def _dropped_meanwhile(device: FakeDevice, *, steps: bool) -> list[tuple[str, in
 def _all_dropped_meanwhile(device: FakeDevice) -> list[tuple[list[tuple[str, int]], bool]]:
     found = []
     for steps in (True, False):
-        written = _dropped_meanwhile(device, steps=steps)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(torch.Tensor, "record_stream", lambda *_: None)
-            # It holds the weights until somebody has waited, on whatever stream.
+            # In both runs: it holds the weights until somebody has waited, on whatever stream.
             patched.setattr(weight_arrivals, "WriteWatch", lambda params: SimpleNamespace(written=lambda: []))
+            written = _dropped_meanwhile(device, steps=steps)
+            patched.setattr(torch.Tensor, "record_stream", lambda *_: None)
             found.append((written, bool(_dropped_meanwhile(device, steps=steps))))
     return found
 

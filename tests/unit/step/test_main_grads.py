@@ -381,6 +381,18 @@ def test_a_main_param_that_outgrows_its_weight_is_told() -> None:
     assert next(main for _, main in optimizer.main_params()).min() == 1e5
 
 
+def test_param_groups_that_are_added_inside_are_refused() -> None:
+    """The wrapped optimizer's add_param_group() takes model params, and it holds main params."""
+    model, optimizer = _wrapped(Sophia)
+    before = _everything(optimizer, model)
+    with (
+        pytest.raises(UsageError, match=r"add them by the wrapper's add_param_group\(\)"),
+        optimizer.main_grads() as inner,
+    ):
+        inner.add_param_group({"params": [("new", nn.Parameter(torch.zeros(3)))]})
+    assert same_values(before, _everything(optimizer, model))
+
+
 @pytest.mark.parametrize(
     "cell",
     [
