@@ -114,16 +114,25 @@ def times_of_steps(count: int, kind: str, *, fsdp2: bool) -> Iterator[float]:
 
         return DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
 
-    params = [torch.nn.Parameter(zeros(index)) for index in range(count)]
+    params: list[Any] = [torch.nn.Parameter(zeros(index)) for index in range(count)]
     scaler = None if fsdp2 else DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 1000, 2)
     config = OptimizerConfig(fp16=not fsdp2, bf16=fsdp2, clip_grad=1.0)
     groups = {} if mesh is None else {"groups": mesh}
     optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=1e-3), config, scaler, **groups)
+
+    def gradient(index: int) -> torch.Tensor:
+        if mesh is None:
+            return zeros(index)
+        from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
+
+        # FSDP2's gradients and parameters have one spec, the same object.
+        return _from_local_no_grad(torch.zeros_like(params[index].to_local()), params[index]._spec)
+
     held: list[Any] = []
     for step in range(WARM_UP + STEPS.get(count, OTHERWISE)):
         if kind == "moved" or step == 0:
             # The last gradients live until these are made, so that these lie elsewhere.
-            held = [zeros(index) for index in range(count)]
+            held = [gradient(index) for index in range(count)]
         missing = {KINDS[2]: 5, KINDS[3]: 31 * step % count}.get(kind)
         for index, (param, grad) in enumerate(zip(params, held, strict=True)):
             param.grad = None if index == missing else grad

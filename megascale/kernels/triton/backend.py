@@ -8,7 +8,6 @@ On CPU tensors the kernels run in Triton's interpreter, for tests.
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -228,12 +227,7 @@ class TritonBackend(ReferenceBackend):
                 (addresses, flags, decision.found_inf, decision.coefficient, rate, *numbers),
                 constants | dtypes,
             )
-        # Autograd must see the writes, as those of torch's own in-place operations. Model params come last, as their
-        # versions are read next.
-        written = [*operands.state.values(), operands.step, operands.model]
-        if any(model is not None for _, model, *_ in (table.dtypes for table in plan.tables)):
-            written.insert(0, operands.remainder or operands.main)  # which are copies
-        torch.autograd.graph.increment_version(chain.from_iterable(map(grads.beside, filter(None, written))))
+        torch.autograd.graph.increment_version(grads.beside(operands.model))  # autograd must see the written weights
         return flags.view(torch.bool)
 
     def decode_(self, operands: Operands) -> None:
