@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from megascale.base_optimizer import MegascaleOptimizer, require_scaler
@@ -34,6 +33,7 @@ from megascale.step.result import StepResult as StepResult
 from megascale.step.update_selection import check_inner
 from megascale.utils import announce, validate
 from megascale.utils.calls import methods_outside_of_graphs
+from megascale.utils.dtensors import is_dtensor
 
 
 @methods_outside_of_graphs
@@ -136,7 +136,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         params: dict[str, nn.Parameter] = {}
         group_of: dict[str, int] = {}
         for index, group in enumerate(self.optimizer.param_groups[first:], first):
-            own = {names[id(param)]: param for param in group["params"] if not isinstance(param, DTensor)}
+            own = {names[id(param)]: param for param in group["params"] if not is_dtensor(param)}
             params |= own
             group_of |= dict.fromkeys(own, index)
         require_same(params.items(), self._groups, group_of, values_may_differ=self._replicas_may_differ)
