@@ -203,7 +203,7 @@ class _Loading(_Base):
     [
         (_Loading, deque([1]), r"_Loading cannot be saved: _Loading\.state_dict\(\)\['entry'\] is a deque"),
         (_Loading, {"a": [torch.Generator()]}, r"\['entry'\]\['a'\]\[0\] is a Generator"),
-        (_Loading, {(0, "b"): 1}, r"\['entry'\] is a dict, .* dicts whose keys are strings or numbers"),
+        (_Loading, {(0, "b"): 1}, r"\['entry'\] has the key \(0, 'b'\), .* keys that are strings or numbers"),
         (_Loading, NotImplementedError("later"), "cannot be saved: later"),
         (
             _Base,
