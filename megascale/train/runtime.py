@@ -55,6 +55,8 @@ class Runtime:
     def __enter__(self) -> "Runtime":
         if self.under_torchrun:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=self._timeout)
+            # A rank that refuses its configuration leaves at once, while others may still be connecting to it.
+            dist.barrier()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._note)
         return self
