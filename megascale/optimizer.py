@@ -33,7 +33,6 @@ from megascale.step.result import StepResult as StepResult
 from megascale.step.update_selection import check_inner
 from megascale.utils import announce, validate
 from megascale.utils.calls import methods_outside_of_graphs
-from megascale.utils.dtensors import is_dtensor
 
 
 @methods_outside_of_graphs
@@ -136,7 +135,12 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         params: dict[str, nn.Parameter] = {}
         group_of: dict[str, int] = {}
         for index, group in enumerate(self.optimizer.param_groups[first:], first):
-            own = {names[id(param)]: param for param in group["params"] if not is_dtensor(param)}
+            own = {
+                names[id(param)]: param
+                for param in group["params"]
+                # A frozen one that is sparse, a DTensor or quantized could not be trained here, nor be read bit by bit.
+                if param.requires_grad or (type(param) is nn.Parameter and param.layout == torch.strided)
+            }
             params |= own
             group_of |= dict.fromkeys(own, index)
         require_same(params.items(), self._groups, group_of, values_may_differ=self._replicas_may_differ)

@@ -304,7 +304,8 @@ def _frozen_apart(apart: bool) -> str:
     module = model(torch.float16)
     module.first.weight.requires_grad_(False).fill_(1.0 + apart * dist.get_rank())
     sync = GradSync((name, param) for name, param in module.named_parameters() if param.requires_grad)
-    inner = torch.optim.AdamW(module.named_parameters(), lr=1e-2)
+    sparse = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)  # has no bits to compare, and is left out
+    inner = torch.optim.AdamW([*module.named_parameters(), ("sparse", sparse)], lr=1e-2)
     try:
         MixedPrecisionOptimizer(inner, None, ConstantGradScaler(8.0), grad_sync=sync)
     except ArgumentError as error:
