@@ -5,11 +5,14 @@
 Launches take Triton's own path up to its driver. The driver here launches nothing: it writes the few numbers that the
 host reads, and its own time is taken out. Tensors lie in host memory, so that no copy to a device is made. What a GPU's
 driver takes for five launches and the copies is therefore missing. Gradients stay in place, or lie elsewhere in every
-step, as the default ``zero_grad()`` lets them; or one is missing, the same in each step or another one. FSDP2's
-parameters are bf16, the local parts of 8 ranks of torch's fake group, which sends nothing. ``--before``: a checkout to
-compare with; both take turns, each turn in a new process. A cell is the smallest time of a step and the median of all,
-over all turns, and that median as a multiple of the one with all gradients in place. A time is that of the
-thread on a processor, so that it counts no waiting for one.
+step, as the default ``zero_grad()`` lets them; or one is missing, the same in each step or another one. Then tensors
+are in 50 param groups, each of which has launches of its own. The graph that a StepGraph replays does nothing, and
+notes when it is launched: what the host does afterwards, it does while a device works. FSDP2's parameters and a
+DistributedOptimizer's are bf16, of 8 ranks of torch's fake group, which sends nothing, and whose copies are taken out.
+
+``--before``: a checkout to compare with; both take turns, each turn in a new process. A cell is the smallest time of a
+step and the median of all, over all turns, in ms; the smallest in us per tensor; and the median as a multiple of the
+one with all gradients in place. A time is that of the thread on a processor, so that it counts no waiting for one.
 
 Then GradSync's hook is timed, which takes a bf16 gradient of 64 elements: on such a one all of it but the copy into the
 main grad is host work. Last, the Python frames of megascale in the simplest step are counted: one process, six fp16
@@ -17,7 +20,9 @@ parameters, AdamW, backend ``native``.
 """
 
 import argparse
+import contextlib
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -25,22 +30,33 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from backend import print_backend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ROOT = Path(__file__).parents[1]
 NUMELS = [64, 72, 80, 88, 96, 104, 112]  # of one tensor after the other: a missing one changes the table
 WARM_UP = 3  # steps: they compile, build tables and fill caches
-STEPS = {200: 60, 300: 30, 1_500: 40, 2_000: 10, 10_000: 16}
-OTHERWISE = 10
-KINDS = ("in place", "moved", "one is missing, the same", "one is missing, another")
+STEPS = {200: 60, 300: 60, 1_500: 40, 2_000: 30}
+OTHERWISE = 16
+IN_PLACE, MOVED, THE_SAME, ANOTHER = "in place", "moved", "one is missing, the same", "one is missing, another"
+GROUPS, REPLAY, LAUNCH = "in 50 param groups", "a StepGraph's replay", "a StepGraph's replay, until its launch"
+FSDP2, SHARDED, RANKS = "FSDP2, ", "a DistributedOptimizer's, of 64 elements", 8
+ALONE = (IN_PLACE, MOVED, THE_SAME, ANOTHER, GROUPS, REPLAY, LAUNCH)
+OF_RANKS = (*(FSDP2 + kind for kind in ALONE[:4]), SHARDED)
 
 spent = 0.0
-"""Seconds in the driver below."""
+"""Seconds in the driver below, and in collectives of the fake group."""
+launched = 0.0
+"""When the newest graph was launched."""
 
 
 class Launcher:
@@ -99,64 +115,86 @@ class Driver:
         return 0
 
 
-def times_of_steps(count: int, kind: str, *, fsdp2: bool) -> Iterator[float]:
-    """Yield the host's ms of each step with ``count`` tensors, whose gradients are of a kind."""
-    from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
+class Graph:
+    """A device's graph that notes when it is launched, and does nothing."""
 
+    def replay(self) -> None:
+        """Note it."""
+        global launched
+        launched = time.thread_time()
+
+
+def times_of_steps(count: int, kind: str) -> Iterator[float]:
+    """Yield the host's ms of each step with ``count`` tensors, whose gradients are of a kind, in 50 groups for one."""
+    from megascale import DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig, StepGraph
+
+    fsdp2 = kind.startswith(FSDP2)
     dtype = torch.bfloat16 if fsdp2 else torch.float16
-    mesh = mesh_of_fake_ranks() if fsdp2 else None
+    mesh = init_device_mesh("cpu", (RANKS,)) if fsdp2 else None
 
     def zeros(index: int) -> torch.Tensor:
         part = torch.zeros(NUMELS[index % len(NUMELS)], dtype=dtype)
-        if mesh is None:
-            return part
-        from torch.distributed.tensor import DTensor, Shard
-
-        return DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        return part if mesh is None else DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
 
     params: list[Any] = [torch.nn.Parameter(zeros(index)) for index in range(count)]
+    size = count // 50 if kind == GROUPS else count
+    inner = torch.optim.AdamW([{"params": params[at : at + size]} for at in range(0, count, size)], lr=1e-3)
     scaler = None if fsdp2 else DynamicGradScaler(2.0**10, 1.0, 2.0, 0.5, 1000, 2)
     config = OptimizerConfig(fp16=not fsdp2, bf16=fsdp2, clip_grad=1.0)
-    groups = {} if mesh is None else {"groups": mesh}
-    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(params, lr=1e-3), config, scaler, **groups)
+    optimizer = MixedPrecisionOptimizer(inner, config, scaler, **({} if mesh is None else {"groups": mesh}))
 
     def gradient(index: int) -> torch.Tensor:
         if mesh is None:
             return zeros(index)
-        from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
-
         # FSDP2's gradients and parameters have one spec, the same object.
         return _from_local_no_grad(torch.zeros_like(params[index].to_local()), params[index]._spec)
 
     held: list[Any] = []
-    for step in range(WARM_UP + STEPS.get(count, OTHERWISE)):
-        if kind == "moved" or step == 0:
+    step = optimizer.step
+    for index_of_step in range(WARM_UP + STEPS.get(count, OTHERWISE)):
+        if kind.endswith(MOVED) or not held:
             # The last gradients live until these are made, so that these lie elsewhere.
             held = [gradient(index) for index in range(count)]
-        missing = {KINDS[2]: 5, KINDS[3]: 31 * step % count}.get(kind)
+        missing = 5 if kind.endswith(THE_SAME) else 31 * index_of_step % count if kind.endswith(ANOTHER) else None
         for index, (param, grad) in enumerate(zip(params, held, strict=True)):
             param.grad = None if index == missing else grad
         if scaler is not None:
             optimizer.get_loss_scale(), scaler.scale
-        start, before = time.thread_time(), spent
-        optimizer.step()
-        if step >= WARM_UP:
-            yield (time.thread_time() - start - (spent - before)) * 1e3
+        if kind in (REPLAY, LAUNCH) and index_of_step == 1:  # the first step has put all in its place
+            step = StepGraph(optimizer, warmup=1).replay
+        yield time_of(step, until_launch=kind == LAUNCH and index_of_step > 0)
 
 
-def mesh_of_fake_ranks() -> Any:
-    """Return a mesh of 8 ranks, of which 7 are not there."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    return init_device_mesh("cpu", (8,))
+def time_of(step: Callable[[], Any], *, until_launch: bool = False) -> float:
+    """Return the host's ms of one step, without what a driver or a group that is not there took for it."""
+    start, before = time.thread_time(), spent
+    step()
+    return ((launched if until_launch else time.thread_time()) - start - (spent - before)) * 1e3
 
 
-def measure(counts: Sequence[int], *, fsdp2: bool) -> None:
-    """Print the times of all cases with the megascale that Python finds: one line of JSON."""
+def times_of_sharded_steps(count: int) -> Iterator[float]:
+    """Yield the host's ms of each step of a DistributedOptimizer with ``count`` bf16 tensors of 64 elements."""
+    from megascale import DistributedOptimizer, OptimizerConfig
+
+    model = torch.nn.ParameterList(torch.zeros(64, dtype=torch.bfloat16) for _ in range(count))
+    config = OptimizerConfig(bf16=True, clip_grad=1.0, use_distributed_optimizer=True)
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), config, modules=model)
+    for _ in range(WARM_UP + STEPS.get(count, OTHERWISE)):
+        optimizer.zero_grad()
+        torch.stack([param.sum() for param in model]).sum().backward()
+        yield time_of(optimizer.step)
+
+
+def measure(count: int, kinds: Sequence[str]) -> None:
+    """Print the ms of the steps of each kind with the megascale that Python finds: one line of JSON."""
+    for name in ("all_reduce", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "broadcast"):
+        if (call := getattr(dist, name, None)) is not None:
+            setattr(dist, name, untimed(call))  # the fake group copies what its ranks would receive
+    if not set(kinds).isdisjoint(OF_RANKS):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    cpu: Any = torch.cpu
+    cpu.CUDAGraph, cpu.graph = Graph, lambda *_, **__: contextlib.nullcontext()
+
     from triton.runtime import driver
 
     import megascale.optimizer
@@ -175,8 +213,22 @@ def measure(counts: Sequence[int], *, fsdp2: bool) -> None:
     warnings.simplefilter("ignore")
     driver.set_active(Driver())
     megascale.optimizer.select_backend = lambda *_: OnHost()
-    cases = [(count, kind) for count in counts for kind in KINDS]
-    print(json.dumps([list(times_of_steps(*case, fsdp2=fsdp2)) for case in cases]))
+    times = [times_of_sharded_steps(count) if kind == SHARDED else times_of_steps(count, kind) for kind in kinds]
+    print(json.dumps([list(each)[WARM_UP:] for each in times]))
+
+
+def untimed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of which :func:`time_of` takes out the time."""
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        global spent
+        start = time.thread_time()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            spent += time.thread_time() - start
+
+    return timed
 
 
 def time_hook() -> None:
@@ -239,25 +291,28 @@ def report(roots: dict[str, Path], counts: Sequence[int], rounds: int, threads: 
     """Yield the lines of the table."""
     from peers.report import place
 
-    cases = [(fsdp2, count, kind) for fsdp2 in (False, True) for count in counts for kind in KINDS]
-    times: dict[str, list[list[float]]] = {name: [[] for _ in cases] for name in roots}
+    cases = [(count, kind) for kinds in (ALONE, OF_RANKS) for count in counts for kind in kinds]
+    times: dict[str, dict[tuple[int, str], list[float]]] = {name: {case: [] for case in cases} for name in roots}
     for _ in range(rounds):
-        for name, root in roots.items():
-            measured = [turn(root, f"measure({list(counts)}, fsdp2={fsdp2})", threads) for fsdp2 in (False, True)]
-            for case, more in zip(times[name], [one for each in measured for one in each], strict=True):
-                case += more
+        for count, kinds in itertools.product(counts, (ALONE, OF_RANKS)):
+            for name, root in roots.items():
+                measured = turn(root, f"measure({count}, {list(kinds)})", threads)
+                for kind, more in zip(kinds, measured, strict=True):
+                    times[name][count, kind] += more
     yield "## What the host does in a step on an accelerator\n"
     yield f"{place(torch.device('cpu'), threads)}; {rounds} interleaved turns.\n"
     yield f"`python benchmarks/host_time.py {' '.join(sys.argv[1:])}`\n"
-    titles = (f"{name}: smallest ms (median) | of all there" for name in roots)
-    yield "| tensors | gradients | " + " | ".join(titles) + " |"
-    yield "|---" * (2 + 2 * len(roots)) + "|"
-    for index, (fsdp2, count, kind) in enumerate(cases):
+    titles = (f"{name}: smallest ms (median) | us per tensor | of all there" for name in roots)
+    yield "| tensors | what | " + " | ".join(titles) + " |"
+    yield "|---" * (2 + 3 * len(roots)) + "|"
+    for count, kind in cases:
         cells = []
-        for steps in times.values():
-            middle, all_there = statistics.median(steps[index]), statistics.median(steps[index - KINDS.index(kind)])
-            cells.append(f"{min(steps[index]):.2f} ({middle:.2f}) | {middle / all_there:.2f}")
-        yield f"| {count:,}{' of FSDP2' if fsdp2 else ''} | {kind} | {' | '.join(cells)} |"
+        for found in times.values():
+            least, middle = min(found[count, kind]), statistics.median(found[count, kind])
+            all_there = statistics.median(found[count, FSDP2 * kind.startswith(FSDP2) + IN_PLACE])
+            ratio = "" if kind == SHARDED else f"{middle / all_there:.2f}"
+            cells.append(f"{least:.2f} ({middle:.2f}) | {least * 1e3 / count:.2f} | {ratio}")
+        yield f"| {count:,} | {kind} | {' | '.join(cells)} |"
     for name, root in roots.items():
         least, middle = turn(root, "time_hook()", 1)
         yield f"\n{name}: GradSync's hook takes {least:.1f} us per gradient ({middle:.1f})."

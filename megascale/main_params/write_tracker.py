@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, gt
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megascale.kernels import LOOKS, UNREADABLE, Forms, ListReader
@@ -151,7 +152,9 @@ def versions_of(params: Iterable[Tensor]) -> list[tuple[int, int]]:
     as our kernels make, in that.
     """
     params = list(params)
-    return list(zip(map(_VERSION, params), map(_VERSION, all_held(params)), strict=True))
+    # A subclass is asked by __torch_function__ whenever an attribute is read, which takes longer than the reading does.
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(zip(map(_VERSION, params), map(_VERSION, all_held(params)), strict=True))
 
 
 def _row(tensor: Tensor) -> tuple[Any, ...] | None:
