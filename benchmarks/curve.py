@@ -287,11 +287,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--draw", nargs=2, type=Path, metavar=("POINTS", "PICTURE"))
     given = parser.parse_args()
-    print_backend()
     if given.draw:
         points, picture = given.draw
         picture.write_text(draw(points), encoding="utf-8")
         return 0
+    print_backend()
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device(given.device)
     text = Text(device, given.context, given.batch)

@@ -240,7 +240,8 @@ def arguments_of_command() -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="show the contenders, and how to install them")
     arguments = parser.parse_args()
-    print_backend()
+    if not arguments.draw:
+        print_backend()
     if arguments.states:
         vars(arguments).update(COMPACT, matrix=True)
     arguments.dtypes = arguments.dtypes or ",".join(DTYPES if arguments.matrix else DTYPES[:2])

@@ -79,7 +79,7 @@ class StreamGroup(dist.ProcessGroup):
     class Options(SimpleNamespace):
         """What torch tells of a group."""
 
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+    def __init__(self, store: Any, rank: int, size: int, options: Any, _device: torch.device | None = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.options = options
         self._name: str = options.group_name
@@ -267,7 +267,8 @@ def _reduced(every: Sequence[Tensor], operation: str) -> Tensor:
 for _name, _before in _BEFORE.items():
     setattr(StreamGroup, _before, getattr(StreamGroup, _name))
 _torch: Any = distributed_c10d
-_torch.ProcessGroupNCCL = StreamGroup
+_torch.ProcessGroupNCCL = _torch.ProcessGroupNCCL2 = StreamGroup  # the second one from torch 2.15 on
+_torch._maybe_attach_flight_recorder = lambda *_: None  # of torch 2.15: it knows torch's own classes alone
 _torch._NCCL_AVAILABLE = True
 _torch.default_pg_nccl_timeout = _torch.default_pg_timeout
 torch.cuda.nccl.version = lambda: (2, 28, 9)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer
+from megascale import DistributedOptimizer, DynamicGradScaler, MixedPrecisionOptimizer, OptimizerConfig
 from megascale.errors import ArgumentError
 from megascale.utils import announce
 from tests.pool import RankPool
@@ -122,7 +122,9 @@ def _lines_of_ranks() -> str:
         with terminal() as shown:
             model = nn.Linear(4, 4).half()
             inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-            DistributedOptimizer(inner, None, DynamicGradScaler(), modules=model, broadcast_params=True)
+            # The reference needs no library, of whose absence a warning would say more.
+            config = OptimizerConfig(fp16=True, use_distributed_optimizer=True, backend="reference")
+            DistributedOptimizer(inner, config, DynamicGradScaler(), modules=model, broadcast_params=True)
             return shown()
     finally:
         announce._logger.propagate = True
