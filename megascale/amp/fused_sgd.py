@@ -20,9 +20,16 @@ def params_without_momentum(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def fill_momentum_(optimizer: torch.optim.Optimizer, params: list[Tensor], found_inf: Tensor) -> None:
     """Zero the new momentum of ``params`` if the step was skipped, without a sync.
 
-    torch's fused kernel allocates it, fills it only in a landed step, but always reads it in the next one.
+    torch's fused kernel allocates it, fills it only in a landed step, but always reads it in the next one. Of a group
+    with dampening it is dropped: a first gradient is not dampened. The host waits for that, in first steps alone.
     """
-    for param in params:
-        buffer = optimizer.state.get(param, {}).get("momentum_buffer")
-        if buffer is not None:
-            to_local(buffer).masked_fill_(to_device_async(found_inf, buffer.device) > 0, 0.0)
+    fresh = {param for param in params if optimizer.state.get(param, {}).get("momentum_buffer") is not None}
+    for group in optimizer.param_groups if fresh else ():
+        made = fresh.intersection(group["params"])
+        is_dropped = bool(made) and group["dampening"] != 0 and bool(found_inf > 0)
+        for state in map(optimizer.state.get, made):
+            if is_dropped:
+                del state["momentum_buffer"]
+            else:
+                buffer = to_local(state["momentum_buffer"])
+                buffer.masked_fill_(to_device_async(found_inf, buffer.device) > 0, 0.0)

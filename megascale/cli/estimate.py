@@ -137,8 +137,8 @@ def model_of(text: str) -> nn.Module | int:
         numel = round(float(number) * unit, 3)
     except (ValueError, OverflowError):
         return _built(Path(text))
-    if not 1 <= numel < math.inf:
-        raise ArgumentError(f"model {text!r} must be a number of parameters, 1 or more and finite")
+    if not 1 <= numel < 2**63:  # as many as torch can count
+        raise ArgumentError(f"model {text!r} must be a number of parameters, 1 or more and less than 2**63")
     return int(numel)
 
 

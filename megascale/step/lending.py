@@ -93,7 +93,13 @@ def lent(
         for param in copies:  # its step may have replaced its state
             if param.main in optimizer.state:
                 optimizer.state[param.model] = optimizer.state.pop(param.main)
-        for param, place in zip(params, memory, strict=True):
-            # `p.data = old`, as some optimizers write it, is a copy: main params stay where they are.
-            if (now := to_local(param.main)).data_ptr() != place.data_ptr():
-                held(param.main).data = place.copy_(now)
+        # `p.data = old`, as some optimizers write it, is a copy: main params stay where they are, whatever is copied.
+        moved = [
+            (place, param, now)
+            for param, place in zip(params, memory, strict=True)
+            if (now := to_local(param.main)).data_ptr() != place.data_ptr()
+        ]
+        for place, param, _ in moved:
+            held(param.main).data = place
+        for place, _, now in moved:
+            place.copy_(now)

@@ -112,6 +112,7 @@ def test_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> Non
         (["Qwen/Qwen2-7B"], "a model of the hub is not downloaded"),
         (["7X"], "'7X' is neither a number of parameters"),
         (["nan"], "must be a number of parameters"),
+        (["1e19"], "1 or more and less than 2**63"),
         (["7B", "--gpu", "h1000"], "--gpu must be one of h100, h200"),
         (["7B", "--gpu", "0"], "or its memory in GB, got '0'"),
         (["100", "--ranks", "0"], "--ranks must be 1 or more"),

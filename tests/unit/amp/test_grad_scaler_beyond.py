@@ -219,11 +219,14 @@ def test_fused_optimizers_cost_no_host_read(fused: str, overflow: bool) -> None:
     assert scaler.get_scale() == (2.0 if overflow else 4.0)
 
 
-def test_momentum_of_a_skipped_first_step_is_zero() -> None:
-    """A skipped first step leaves it unfilled memory in torch's fused SGD, which the second one reads."""
+@pytest.mark.parametrize(("dampening", "trained"), [(0.0, -7.0), (0.5, -5.0)])
+def test_momentum_of_a_skipped_first_step_is_none(dampening: float, trained: float) -> None:
+    """A skipped first step leaves it unfilled memory in torch's fused SGD, which the second one reads. The first
+    gradient that lands is not dampened.
+    """
     for kind in ({"fused": True}, {"foreach": True}):
         param = nn.Parameter(torch.zeros(50_000))
-        optimizer = torch.optim.SGD([param], lr=1.0, momentum=0.5, **kind)
+        optimizer = torch.optim.SGD([param], lr=1.0, momentum=0.5, dampening=dampening, **kind)
         scaler = GradScaler("cpu", 1.0)
         for grad in (float("nan"), 2.0, 4.0):
             # Freed memory full of NaN is what an unfilled buffer is made of.
@@ -232,7 +235,7 @@ def test_momentum_of_a_skipped_first_step_is_zero() -> None:
             scaler.scale(torch.ones(()))
             scaler.step(optimizer)
             scaler.update(1.0)
-        assert param.detach().unique().tolist() == [-7.0]
+        assert param.detach().unique().tolist() == [trained]
 
 
 def _found(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> float:

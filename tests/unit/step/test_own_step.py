@@ -133,6 +133,7 @@ def test_param_groups_are_back_whatever_a_step_does_to_them(does: str) -> None:
     optimizer.get_loss_scale()
     with pytest.raises(InnerStepError, match="must match the size" if does == "reshape" else "added or removed"):
         optimizer.step()
+    assert all(main.shape == p.shape for (_, main), p in zip(optimizer.main_params(), module.params, strict=True))
     assert [[id(p) for p in group["params"]] for group in inner.param_groups] == [[id(p)] for p in module.params]
 
 
