@@ -27,7 +27,7 @@ def fill_momentum_(optimizer: torch.optim.Optimizer, params: list[Tensor], found
     for group in optimizer.param_groups if fresh else ():
         made = fresh.intersection(group["params"])
         is_dropped = bool(made) and group["dampening"] != 0 and bool(found_inf > 0)
-        for state in map(optimizer.state.get, made):
+        for state in (optimizer.state[param] for param in made):
             if is_dropped:
                 del state["momentum_buffer"]
             else:
