@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megascale.base_optimizer import MegascaleOptimizer
 from megascale.checkpoint import directory as folders
 from megascale.checkpoint.agreement import gathered, named, raise_on_all_ranks
-from megascale.checkpoint.contents import Contents, check_types, collect
+from megascale.checkpoint.contents import Contents, check_types, collect, require_one_kind
 from megascale.checkpoint.files import write_file
 from megascale.checkpoint.loading import Groups, LoadedCheckpoint, load
 from megascale.checkpoint.manifest import Manifest
@@ -66,7 +66,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         check_replicas: bool = True,
         groups: Groups = None,
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = validate.path("directory", directory)
         self.keep_last = None if keep_last is None else validate.integer("keep_last", keep_last, minimum=1)
         self.async_save = validate.flag("async_save", async_save)
         self.check_replicas = validate.flag("check_replicas", check_replicas)
@@ -164,10 +164,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         That is, if what they hold does not fit together.
         """
-        with raise_on_all_ranks("collect the state", self._group):
+        with raise_on_all_ranks("collect the state", self._group) as kinds:
             validate.integer("step", step, minimum=0)
-            check_types(model, optimizer)
+            kinds.append(check_types(model, optimizer))
             lives = [] if optimizer is None else optimizer._live_states()
+        require_one_kind(kinds)
         for live in lives:
             live.share_forms()
         collected: list[tuple[Contents, dict[Place, Tensor]]] = []

@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +98,8 @@ def collect(
     return Contents(trees, rank_tree, tensors)
 
 
-def check_types(model: nn.Module, optimizer: MegascaleOptimizer | None) -> None:
-    """Raise ArgumentTypeError unless these are a module, and one of our optimizers or None."""
+def check_types(model: nn.Module, optimizer: MegascaleOptimizer | None) -> str:
+    """Return the optimizer's kind. Raises ArgumentTypeError unless it is one of ours, or None, and beside a module."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, MegascaleOptimizer):
@@ -107,6 +107,16 @@ def check_types(model: nn.Module, optimizer: MegascaleOptimizer | None) -> None:
             f"optimizer must be an optimizer of megascale or None, got {type(optimizer).__name__}; wrap a torch "
             "optimizer first"
         )
+    return type(optimizer).__name__
+
+
+def require_one_kind(kinds: Sequence[list[str]]) -> None:
+    """Raise CheckpointError where ranks pass other kinds of optimizers, whose messages would cross. On all ranks."""
+    for rank, [kind] in enumerate(kinds):
+        if [kind] != kinds[0]:
+            raise CheckpointError(
+                f"rank 0 passes a {kinds[0][0]} as optimizer, rank {rank} a {kind}; pass it on every rank, or on none"
+            )
 
 
 def bare(model: nn.Module) -> nn.Module:

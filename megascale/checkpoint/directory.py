@@ -5,6 +5,7 @@ disk. One to be removed is renamed to `.step_00000040.removed-<token>` first. So
 complete, whenever the writers were killed.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -56,10 +57,11 @@ def find(path: Path, step: int | None) -> Path:
     Raises:
         CheckpointError: there is none; the message lists the content.
     """
-    if (path / MANIFEST_NAME).is_file() and step is None:
+    if (path / MANIFEST_NAME).is_file() and (step is None or path.name == path_of(path.parent, step).name):
         return path
     if not path.is_dir():
-        raise CheckpointError(f"no checkpoint at {path}: the folder does not exist")
+        fault = "it is not a folder" if path.exists() else "the folder does not exist"
+        raise CheckpointError(f"no checkpoint at {path}: {fault}")
     folders = complete(path)
     if not folders:
         unfinished = [folder.name for folder in unfinished_saves(path)]
@@ -82,13 +84,16 @@ def begin(directory: Path, step: int) -> Path:
         CheckpointError: the checkpoint exists already.
     """
     target = path_of(directory, step)
-    if target.exists():
+    if os.path.lexists(target):  # also as a link to nowhere, which the rename at the end would not replace
         raise CheckpointError(
             f"the checkpoint {target} exists already; delete it, save another step, or choose another directory"
         )
     directory.mkdir(parents=True, exist_ok=True)
     for stale in unfinished_saves(directory):
-        shutil.rmtree(stale, ignore_errors=True)
+        # Renamed before its files go: who writes into it still, as another Checkpointer does, gets an error, and does
+        # not complete a folder of which files are missing.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(stale, temporary_path(target, "removed"))
     finish_removals(directory)
     folder = temporary_path(target, "incomplete")
     folder.mkdir()

@@ -24,6 +24,7 @@ from megascale.checkpoint.contents import (
     compare_model,
     model_state,
     model_tree,
+    require_one_kind,
     tree_of,
 )
 from megascale.checkpoint.files import PlannedRead
@@ -84,7 +85,8 @@ def load(
         optimizer: gets its state, main params and grad scaler. None: only weights are loaded; a MixedPrecisionOptimizer
             of this model takes them over at its next step.
         step: which checkpoint.
-        strict: raise if a name or shape differs, or floating point with integers. False loads what fits.
+        strict: raise if a name or shape differs, or floating point with integers. False loads what fits; with an
+            optimizer names may differ, but no shapes of its parameters.
         groups: as for :class:`Checkpointer`.
 
     Raises:
@@ -93,12 +95,14 @@ def load(
     """
     group = ParallelGroups.of(groups).grad_stats
     with named("load the checkpoint"):
-        with raise_on_all_ranks("load the checkpoint", group):
-            check_types(model, optimizer)
+        with raise_on_all_ranks("load the checkpoint", group) as kinds:
+            root = validate.path("path", path)
+            kinds.append(check_types(model, optimizer))
             validate.flag("strict", strict)
             if step is not None:
                 validate.integer("step", step, minimum=0)
-        folder = _found_together(Path(path), step, group)
+        require_one_kind(kinds)
+        folder = _found_together(root, step, group)
         with raise_on_all_ranks(f"read the manifest of {folder}", group):
             manifest = Manifest.read(folder)
         with raise_on_all_ranks(f"verify {folder}", group):
@@ -163,7 +167,7 @@ def _stage(
     if problems and strict:
         raise CheckpointError(
             f"{folder} does not fit the model: {'; '.join(problems)}. Build the model as it was saved, or pass "
-            "strict=False to load what fits"
+            "strict=False, and where shapes differ optimizer=None, to load what fits"
         )
     if optimizer is not None and not strict and "optimizer" not in manifest.trees:
         problems.append("the checkpoint holds no optimizer state")

@@ -1,7 +1,9 @@
 """Checks of single values. Each returns the value in its canonical type, or raises an error that names it."""
 
 import math
+import os
 from collections.abc import Collection
+from pathlib import Path
 from reprlib import repr as short  # a model would fill the screen
 from typing import Any
 
@@ -82,6 +84,13 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ArgumentTypeError(f"{name} must be True or False, got {short(value)} of type {type(value).__name__}")
     return value
+
+
+def path(name: str, value: Any) -> Path:
+    """Return ``value`` as an absolute path, which a later ``os.chdir()`` leaves alone."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise ArgumentTypeError(f"{name} must be a path, got {short(value)} of type {type(value).__name__}")
+    return Path(value).absolute()
 
 
 def one_of(name: str, value: Any, choices: Collection[str]) -> str:

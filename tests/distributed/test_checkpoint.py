@@ -155,6 +155,9 @@ def _save_refused(directory: Path) -> list[str]:
         message_of(CheckpointError, lambda: save(directory, 2, other)),
         message_of(CheckpointError, lambda: save(directory, 1, model)),
         message_of(CheckpointError, lambda: load(directory, model if rank == 0 else nn.Linear(1, 1))),
+        message_of(CheckpointError, lambda: save(directory, 2, model, optimizer if rank == 0 else None)),
+        message_of(CheckpointError, lambda: load(directory, model, optimizer if rank == 0 else None)),
+        message_of(ArgumentTypeError, lambda: load(directory if rank == 0 else 7, model)),  # type: ignore[arg-type]
     ]
 
 
@@ -170,6 +173,8 @@ def test_refused_saves_and_loads_are_alike_on_all_ranks(ranks: RankPool, tmp_pat
         "ranks save different contents: model is ",
         ".*step_00000001 exists already",
         "rank 1: .*does not fit the model",
+        *["rank 0 passes a MixedPrecisionOptimizer as optimizer, rank 1 a NoneType"] * 2,
+        "rank 1: path must be a path, got 7 of type int",
     )
     assert all(re.match(words, message) for words, message in zip(expected, messages[0], strict=True))
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]

@@ -1,6 +1,7 @@
 """Saving and loading in one process."""
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,35 @@ def test_refused_arguments_of_save(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_another_save_writes_into_is_renamed_before_its_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the other one fails, and completes no checkpoint of which files are missing."""
+    removed: list[str] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: removed.append(path.name))
+    other = directory.begin(tmp_path, 1)
+    directory.begin(tmp_path, 2)
+    assert [name.split("-")[0] for name in removed] == [".step_00000002.removed"]
+    with pytest.raises(FileNotFoundError):
+        directory.commit(other, tmp_path, 1)
+
+
+def test_a_checkpointer_stays_in_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the program goes to another one. A step's folder is found by itself; a link to nowhere is noticed."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    checkpointer, model = Checkpointer("run"), nn.Linear(1, 1)
+    monkeypatch.chdir("elsewhere")
+    path = checkpointer.save(1, model)
+    assert path == checkpointer.latest() == tmp_path / "run" / "step_00000001"
+    assert load(path, model, step=1).step == 1
+    (tmp_path / "run" / "step_00000002").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="step_00000002 exists already"):
+        checkpointer.save(2, model)
+    with pytest.raises(ArgumentTypeError, match="directory must be a path, got None"):
+        Checkpointer(None)  # type: ignore[arg-type]
+
+
 LOAD_REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"model": None}, ArgumentTypeError, r"model must be a torch\.nn\.Module, got NoneType"),
     ({"optimizer": "adam"}, ArgumentTypeError, "optimizer must be an optimizer of megascale or None, got str"),
@@ -146,6 +176,8 @@ LOAD_REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"strict": 1}, ArgumentTypeError, "strict must be True or False, got 1"),
     ({"step": 8}, CheckpointError, r"no checkpoint of step 8 in .*; there are steps 7"),
     ({"path": "nowhere"}, CheckpointError, "the folder does not exist"),
+    ({"path": "run/step_00000007/megascale.json"}, CheckpointError, "it is not a folder"),
+    ({"path": "run/step_00000007", "step": 8}, CheckpointError, "no complete checkpoint in"),
     ({"path": "empty"}, CheckpointError, "no complete checkpoint in .*: expected folders named like step_00000040"),
 ]
 
