@@ -91,8 +91,8 @@ def begin(directory: Path, step: int) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for stale in unfinished_saves(directory):
         # Renamed before its files go: who writes into it still, as another Checkpointer does, gets an error, and does
-        # not complete a folder of which files are missing.
-        with contextlib.suppress(FileNotFoundError):
+        # not complete a folder of which files are missing. What cannot be renamed, as another user's, stays.
+        with contextlib.suppress(OSError):
             os.rename(stale, temporary_path(target, "removed"))
     finish_removals(directory)
     folder = temporary_path(target, "incomplete")
