@@ -173,7 +173,10 @@ def chunks_of(modules: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _names(chunks: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters by name, in the modules' order, which is assumed to be that of forward."""
+    """Return the modules' parameters by name, in their order, which is assumed to be that of forward.
+
+    Also those that are not the optimizer's yet: a param group that is added later has the modules' names, too.
+    """
     if any(isinstance(module, DistributedDataParallel) for chunk in chunks for module in chunk.modules()):
         raise ArgumentError(
             "modules holds a DistributedDataParallel, which would reduce every gradient a second time; pass the bare "
@@ -182,11 +185,14 @@ def _names(chunks: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dic
     params = (param for group in optimizer.param_groups for param in group["params"])
     wanted = {id(param): index for index, param in enumerate(params)}
     names: dict[str, nn.Parameter] = {}
+    found: set[int] = set()
     for index, chunk in enumerate(chunks):
         prefix = f"{index}." if len(chunks) > 1 else ""
         for name, param in chunk.named_parameters():
-            if wanted.pop(id(param), None) is not None:
+            if id(param) not in found:  # one that chunks share has the first one's name
                 names[prefix + name] = param
+                found.add(id(param))
+    wanted = {key: index for key, index in wanted.items() if key not in found}
     if wanted:
         raise ArgumentError(
             f"modules do not own parameter {min(wanted.values())} of the optimizer (and {len(wanted) - 1} more); pass "

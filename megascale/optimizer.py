@@ -195,6 +195,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         self._member.require_not_lent("add_param_group()")
         self.optimizer.add_param_group(param_group)
         try:
+            require_scaler(config_for(self.optimizer, None, None), self.grad_scaler)
             self._require_same(len(self.optimizer.param_groups) - 1)
             self._member.sync_from_model()
         except Exception:

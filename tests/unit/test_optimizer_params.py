@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale import ConstantGradScaler, MixedPrecisionOptimizer
+from megascale import ConstantGradScaler, DistributedOptimizer, MixedPrecisionOptimizer
 from megascale.errors import ArgumentError, GradientError, MainParamOverflowError, UsageError
 from megascale.grad_sync import GradSync
 from tests.counting import OperatorCounter
@@ -112,12 +112,23 @@ def test_a_refused_group_is_not_added() -> None:
     """Invariant 10: add_param_group() adds a group that can be trained, or nothing; training goes on."""
     param = nn.Parameter(torch.ones(3))
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD([("weight", param)], lr=0.1))
-    for bad in ([("c", nn.Parameter(torch.ones(2, dtype=torch.complex64)))], [("weight", nn.Parameter(torch.ones(2)))]):
-        with pytest.raises(ArgumentError):
+    complex_, half = (nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.complex64, torch.float16))
+    again = [("weight", nn.Parameter(torch.ones(2)))]
+    for bad, message in (([("c", complex_)], "complex64"), (again, "'weight'"), ([("h", half)], "grad_scaler is None")):
+        with pytest.raises(ArgumentError, match=message):
             optimizer.add_param_group({"params": bad})
         assert len(optimizer.param_groups) == 1
         param.grad = torch.ones(3)
         assert optimizer.step().success
+
+
+def test_an_added_group_has_the_names_of_the_modules() -> None:
+    """By position, parameters that are added in another order would have taken each other's state from a state dict."""
+    module = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    optimizer = DistributedOptimizer(torch.optim.SGD(module["a"].parameters(), lr=0.1), modules=module)
+    for name in "cb":
+        optimizer.add_param_group({"params": [*module[name].parameters()]})
+    assert [name for name, _ in optimizer.main_params()] == ["a.weight", "c.weight", "b.weight"]
 
 
 def test_tied_weights_count_once() -> None:
