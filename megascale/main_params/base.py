@@ -80,7 +80,6 @@ class MainParams:
         made: list[MainParam] = []
         written = self.tracker.written()  # before groups are compared, for which it reads requires_grad anew
         if not self._is_unchanged(param_groups):
-            self.residence.require_here("a change of param_groups")
             for group in param_groups:  # a tuple or an iterator, of which torch's add_param_group makes a list, too
                 params = group.get("params")
                 if isinstance(params, Tensor) or not isinstance(params, Iterable):
@@ -143,6 +142,8 @@ class MainParams:
                     check_trainable(names[id(param)], param)
                     unseen[names[id(param)]] = param
                     group_of[names[id(param)]] = index
+        if unseen:  # to freeze parameters for a rollout needs no memory
+            self.residence.require_here("a new parameter")
         before = [self._by_id[id(p)] for group in param_groups for p in group["params"] if id(p) in self._by_id]
         check_apart([*((param.name, param.model) for param in before), *unseen.items()])
         if not self.is_sharded:

@@ -247,3 +247,27 @@ def test_main_grads_stay_away_after_a_gradient_that_is_refused() -> None:
     with pytest.raises(GradientError, match=r"'head\.weight' has lost its memory"):
         sync.finish()
     assert all(bucket.memory.flat.untyped_storage().nbytes() == 0 for bucket in sync.buckets)
+
+
+@pytest.mark.parametrize("first", ["freeze", "offload"])
+@pytest.mark.parametrize("held", HELD)
+def test_parameters_are_frozen_while_all_is_away(held: str, first: str) -> None:
+    """For a rollout: what only reads works, and unfrozen again they train. A new parameter is refused."""
+    module, optimizer = _build(held)
+    twin, other = _build(held)
+    for one, its in ((module, optimizer), (twin, other)):
+        _step(one, its, 0)
+    if first == "offload":
+        optimizer.offload(pin=False)
+    module.requires_grad_(False)
+    optimizer.offload(pin=False)
+    assert same_values(optimizer.state_dict(), other.state_dict())
+    assert all(bits_equal(a, b) for (_, a), (_, b) in zip(optimizer.main_params(), other.main_params(), strict=True))
+    module.requires_grad_(True)
+    added = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    with pytest.raises(UsageError, match="a new parameter needs"):
+        optimizer.add_param_group({"params": [("added", added)]})
+    optimizer.reload()
+    for one, its in ((module, optimizer), (twin, other)):
+        _step(one, its, 1)
+    assert same_values(optimizer.state_dict(), other.state_dict())
