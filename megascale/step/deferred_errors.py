@@ -112,8 +112,8 @@ class DeferredErrors:
             outgrown |= {param.name: param for param, overflowed in there if overflowed}
         if outgrown:
             error = non_finite_params(outgrown.values()) or MainParamOverflowError(
-                f"main param of {listed(outgrown)} is 65520 or more, which rounds to inf in fp16; the main param is "
-                "intact: lower the learning rate, add weight decay, or train this model in bf16"
+                f"main param of {listed(outgrown)} is 65520 or more, which rounds to inf in fp16; the step has landed, "
+                "and the main param is intact: go on in bf16, or from an earlier checkpoint with a lower learning rate"
             )
         self.clear()
         self.consensus.explain(error)
