@@ -107,7 +107,7 @@ def check_types(model: nn.Module, optimizer: MegascaleOptimizer | None) -> str:
             f"optimizer must be an optimizer of megascale or None, got {type(optimizer).__name__}; wrap a torch "
             "optimizer first"
         )
-    return type(optimizer).__name__
+    return "None" if optimizer is None else type(optimizer).__name__
 
 
 def require_one_kind(kinds: Sequence[list[str]]) -> None:
@@ -115,7 +115,7 @@ def require_one_kind(kinds: Sequence[list[str]]) -> None:
     for rank, [kind] in enumerate(kinds):
         if [kind] != kinds[0]:
             raise CheckpointError(
-                f"rank 0 passes a {kinds[0][0]} as optimizer, rank {rank} a {kind}; pass it on every rank, or on none"
+                f"rank 0 passes {kinds[0][0]} as optimizer, rank {rank} {kind}; pass one on every rank, or on none"
             )
 
 

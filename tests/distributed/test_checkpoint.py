@@ -173,7 +173,7 @@ def test_refused_saves_and_loads_are_alike_on_all_ranks(ranks: RankPool, tmp_pat
         "ranks save different contents: model is ",
         ".*step_00000001 exists already",
         "rank 1: .*does not fit the model",
-        *["rank 0 passes a MixedPrecisionOptimizer as optimizer, rank 1 a NoneType"] * 2,
+        *["rank 0 passes MixedPrecisionOptimizer as optimizer, rank 1 None;"] * 2,
         "rank 1: path must be a path, got 7 of type int",
     )
     assert all(re.match(words, message) for words, message in zip(expected, messages[0], strict=True))

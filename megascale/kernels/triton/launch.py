@@ -41,5 +41,5 @@ def launch(
             code[programs, 1, 1](*arguments, *values)
             return
         code = kernel[(programs,)](*arguments, **constants, **options, enable_fp_fusion=False)
-        if code is not None:  # as of Triton's interpreter
+        if code is not None:  # Triton's interpreter returns none
             _COMPILED[kind] = code, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
