@@ -242,7 +242,7 @@ def rows_of_moves(run: Run) -> list[str]:
     """Return the rows of the second table."""
     state = [
         value
-        for entry in run.optimizer.optimizer.state.values()
+        for entry in run.optimizer._optimizer.state.values()
         for value in entry.values()
         if isinstance(value, Tensor)
     ]

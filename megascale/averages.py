@@ -107,6 +107,11 @@ class AveragedMainParams:
         self._view = HostView()
         self._has_started = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(
+            "AveragedMainParams cannot be pickled or deep-copied: a copy has no optimizer; use state_dict()"
+        )
+
     @torch.no_grad()
     def update_parameters(self, model: nn.Module | None = None, *, success: Tensor | bool | None = None) -> None:
         """Add the main params of this moment to the averages, if a step has landed.

@@ -14,7 +14,7 @@ from megascale.grad_scaler import MegatronGradScaler
 from megascale.kernels import Decision
 from megascale.parallel import ParallelGroups
 from megascale.state.live_state import LiveState, Plan
-from megascale.state.schema import check_fits_model, check_layout, under_live_names
+from megascale.state.schema import check_layout, under_live_names
 from megascale.state.torch_layout import from_torch_layout, require_one_layout
 from megascale.step import misuse
 from megascale.step.arguments import check_grad_scaler
@@ -27,7 +27,6 @@ from megascale.step.result import StepResult
 from megascale.utils import announce, call_site, validate
 from megascale.utils.calls import methods_outside_of_graphs, with_step_hooks
 from megascale.utils.collectives import raise_together, raising_together
-from megascale.utils.dtensors import to_local
 from megascale.utils.transfer import to_device_async
 
 if TYPE_CHECKING:
@@ -39,13 +38,13 @@ class MegascaleOptimizer(torch.optim.Optimizer):
     """The step, the loss scale and the state dict of every optimizer here; of a chain, those of all its members.
 
     Attributes:
-        config: of the first member; what a decision depends on is the same in all.
+        _config: of the first member; what a decision depends on is the same in all.
         _recipe: orders the parts of a step, for one member or several.
         _groups, _device: of the first member.
     """
 
     _constructed = False
-    config: OptimizerConfig
+    _config: OptimizerConfig
     _groups: ParallelGroups
     _device: torch.device
     _recipe: StepRecipe
@@ -161,7 +160,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
     def grad_scaler(self, value: MegatronGradScaler | None) -> None:
         check_grad_scaler(value)
         for part in self._parts():
-            require_scaler(part.config, value)
+            require_scaler(part._config, value)
         if value is not None:
             if self._device.type != "meta":  # a move to meta would erase its state
                 value.to(self._device)
@@ -257,7 +256,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         """
         members, parts = self._recipe.members, self._parts()
         with lent_main_params(self._recipe, members, self._settings_error(), with_grads=True) as dropped:
-            inner = [part.optimizer for part in parts]
+            inner = [part._optimizer for part in parts]
             yield inner[0] if parts == [self] else tuple(inner)
         for member, part in zip(members, parts, strict=True):
             if any(member is one for one in dropped):
@@ -276,7 +275,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
     def _call_wrapped(self, name: str) -> None:
         pairs = zip(self._recipe.members, self._parts(), strict=True)
-        methods = [(member, getattr(part.optimizer, name, None)) for member, part in pairs]
+        methods = [(member, getattr(part._optimizer, name, None)) for member, part in pairs]
         found = [(member, method) for member, method in methods if callable(method)]
         if found:
             with lent_main_params(self._recipe, [member for member, _ in found], None, with_grads=False):
@@ -286,7 +285,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param.
 
-        What is written into them reaches the model with the next step, or by :meth:`copy_main_params_to_model` at once.
+        What is written into them reaches the model with the next step.
         With ``store_param_remainders`` those of 16-bit parameters are decoded copies, which nobody reads back.
         """
         for member in self._recipe.members:
@@ -306,32 +305,6 @@ class MegascaleOptimizer(torch.optim.Optimizer):
                 if param.is_copy:
                     param.reload()
         self._recipe.reset_errors()
-
-    @torch.no_grad()
-    def copy_main_params_to_model(self) -> None:
-        """Round every main param into its model param now, after a write into :meth:`main_params`.
-
-        Without this call the model sees such a write after the next step. A model param that was written is taken over
-        into its main param first, as in a step. Where main params are held as remainders, those of :meth:`main_params`
-        are copies, and there is nothing to round. All ranks of ``groups.grad_stats`` call it together; with a
-        DistributedOptimizer shards are gathered, and every parameter is whole when it returns.
-
-        Raises MainParamOverflowError or UsageError, on every rank alike with nothing rounded, for a main param that
-        rounds to inf in fp16, and between :meth:`offload` and :meth:`reload`.
-        """
-        with raising_together(self._groups.grad_stats):
-            for member in self._recipe.members:
-                member.main_params.residence.require_here("copy_main_params_to_model()")
-                member.sync_from_model()
-                for param in member.main_params:
-                    if param.is_copy and param.remainder is None:
-                        check_fits_model(param.name, param.main, param.model)
-        for member in self._recipe.members:
-            for param in member.main_params:
-                if param.is_copy and param.remainder is None:
-                    param.store(to_local(param.main))
-            member.end_rounding()
-        self.finish_param_gather()
 
     def finish_param_gather(self) -> None:
         """Wait until parameters are gathered, or back from host memory. Modules wait in forward and for state dicts.

@@ -48,19 +48,19 @@ class ChainedOptimizer(MegascaleOptimizer):
     """
 
     def __init__(self, optimizers: Sequence[MixedPrecisionOptimizer], *, clip_grad: float | None = None) -> None:
-        self.optimizers = list(optimizers)
+        self._optimizers = list(optimizers)
         limit = None if clip_grad is None else validate.non_negative("clip_grad", clip_grad)
-        _check(self.optimizers, clip_alike=limit is None)
-        first = self.optimizers[0]
-        self.config = first.config
+        _check(self._optimizers, clip_alike=limit is None)
+        first = self._optimizers[0]
+        self._config = first._config
         self._groups = first._groups
         self._device = first._device
-        members = [member for optimizer in self.optimizers for member in optimizer._recipe.members]
-        are_scaled = all(optimizer._recipe.grads_are_scaled for optimizer in self.optimizers)
+        members = [member for optimizer in self._optimizers for member in optimizer._recipe.members]
+        are_scaled = all(optimizer._recipe.grads_are_scaled for optimizer in self._optimizers)
         self._recipe = StepRecipe(
             members, self._groups, first.grad_scaler, first.clip_grad, grads_are_scaled=are_scaled
         )
-        for optimizer in self.optimizers:
+        for optimizer in self._optimizers:
             # Loading into one member clears the errors of the whole chain.
             optimizer._recipe.errors = self._recipe.errors
             optimizer._recipe.overflows, optimizer._recipe.observers = self._recipe.overflows, self._recipe.observers
@@ -74,22 +74,22 @@ class ChainedOptimizer(MegascaleOptimizer):
 
     def _parts(self) -> list[MixedPrecisionOptimizer]:
         """Return its members; see :meth:`MegascaleOptimizer._parts`."""
-        return self.optimizers
+        return self._optimizers
 
     @override
     def _settings_error(self) -> UsageError | None:
-        for index, optimizer in enumerate(self.optimizers):
+        for index, optimizer in enumerate(self._optimizers):
             if optimizer.clip_grad != self.clip_grad:
                 return UsageError(
                     f"optimizers[{index}].clip_grad was set to {optimizer.clip_grad}, the ChainedOptimizer clips all "
                     f"gradients by one norm, to {self.clip_grad}; set ChainedOptimizer.clip_grad"
                 )
-        return scaler_conflict(self._recipe.grad_scaler, self.optimizers)
+        return scaler_conflict(self._recipe.grad_scaler, self._optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """All param groups, in the order of the optimizers. The list is new, its dicts are live."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
@@ -101,7 +101,7 @@ class ChainedOptimizer(MegascaleOptimizer):
         """The state of all optimizers, by model param; see :attr:`MixedPrecisionOptimizer.state`."""
         for member in self._recipe.members if self._constructed else ():
             member.main_params.wait()
-        return StateView([optimizer._live_state() for optimizer in self.optimizers])
+        return StateView([optimizer._live_state() for optimizer in self._optimizers])
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -109,13 +109,15 @@ class ChainedOptimizer(MegascaleOptimizer):
             raise UsageError("state of a ChainedOptimizer cannot be replaced; use load_state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise UsageError: add the group to one of ``optimizers`` instead."""
+        """Raise UsageError: add the group to one of the chained optimizers instead."""
         if self._constructed:
-            raise UsageError("add the param group to one of ChainedOptimizer.optimizers: it cannot choose which")
+            raise UsageError(
+                "add the param group to one of the optimizers that are chained: a ChainedOptimizer cannot choose which"
+            )
 
     def local_grad(self, name: str) -> Tensor | None:
         """See :meth:`MixedPrecisionOptimizer.local_grad`; of the optimizer that has the parameter ``name``."""
-        for optimizer, names in zip(self.optimizers, self._names(), strict=True):
+        for optimizer, names in zip(self._optimizers, self._names(), strict=True):
             if name in names:
                 return optimizer.local_grad(name)
         raise ArgumentError(
@@ -125,11 +127,12 @@ class ChainedOptimizer(MegascaleOptimizer):
 
     @override
     def _packed(self, *, copy: bool, decode: bool, to_load: bool) -> dict[str, Any]:
-        return _joined([one._pack(copy=copy, decode=decode, to_load=to_load) for one in self.optimizers])
+        self._names()  # a group may have been added to one of them
+        return _joined([one._pack(copy=copy, decode=decode, to_load=to_load) for one in self._optimizers])
 
     def _names(self) -> list[list[str]]:
         """Return each optimizer's parameter names. Raises ArgumentError if two share one."""
-        names = [optimizer._param_names() for optimizer in self.optimizers]
+        names = [optimizer._param_names() for optimizer in self._optimizers]
         twice = [name for name, count in Counter(chain.from_iterable(names)).items() if count > 1]
         if twice:
             raise ArgumentError(
@@ -168,7 +171,7 @@ class ChainedOptimizer(MegascaleOptimizer):
                 "main_params": _picked(mains, own),
                 **{key: state_dict[key] for key in SHARED_KEYS if key in state_dict},
             }
-            for optimizer, own, own_shared in zip(self.optimizers, names, shared, strict=True)
+            for optimizer, own, own_shared in zip(self._optimizers, names, shared, strict=True)
         ]
 
 
@@ -187,7 +190,7 @@ def _check(optimizers: Sequence[Any], *, clip_alike: bool) -> None:
                 f"{type(optimizer).__name__}"
             )
     first = optimizers[0]
-    deciding = [f"config.{one.name}" for one in fields(DecisionConfig)]
+    deciding = [".".join(("_config", one.name)) for one in fields(DecisionConfig)]
     alike = ["_device", *(["clip_grad"] if clip_alike else []), *deciding]
     for index, optimizer in enumerate(optimizers):
         for what in alike:

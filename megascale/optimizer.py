@@ -24,7 +24,14 @@ from megascale.state.extra_state import ExtraState
 from megascale.state.live_state import LiveState
 from megascale.state.state_view import StateView
 from megascale.step import misuse
-from megascale.step.arguments import check_arguments, check_belongs, check_policy, config_for, device_of
+from megascale.step.arguments import (
+    check_arguments,
+    check_belongs,
+    check_meta,
+    check_policy,
+    config_for,
+    device_of,
+)
 from megascale.step.description import summary
 from megascale.step.loaded_state import keep_loaded_state
 from megascale.step.member import StepMember
@@ -89,21 +96,21 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         check_inner(optimizer)
         ExtraState(optimizer, [], is_sharded=main_params.is_sharded).require_savable()
         misuse.check_unwrapped(optimizer)
-        self.optimizer = optimizer
-        self.config = config_for(optimizer, config, clip_grad)
+        self._optimizer = optimizer
+        self._config = config_for(optimizer, config, clip_grad)
         self._groups = ParallelGroups.of(groups)
-        require_scaler(self.config, grad_scaler)
+        require_scaler(self._config, grad_scaler)
         check_policy(optimizer, grad_scaler)
-        main_params.stores_remainders = self.config.store_param_remainders
+        main_params.stores_remainders = self._config.store_param_remainders
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._constructed = True
 
         self._device = device_of(optimizer)
-        main_params.live_in_host_memory(self.config, self._device)
-        self._backend = select_backend(self.config.backend, self._device)
+        main_params.live_in_host_memory(self._config, self._device)
+        self._backend = select_backend(self._config.backend, self._device)
         self._member = StepMember(
             optimizer,
-            self.config,
+            self._config,
             self._groups,
             self._backend,
             self._device,
@@ -113,7 +120,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         )
         are_scaled = validate.flag("grads_are_scaled", grads_are_scaled)
         self._recipe = StepRecipe(
-            [self._member], self._groups, None, self.config.clip_grad, grads_are_scaled=are_scaled
+            [self._member], self._groups, None, self._config.clip_grad, grads_are_scaled=are_scaled
         )
         self._replicas_may_differ = replicas_may_differ
         self._require_same(0)
@@ -131,10 +138,10 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         grad_sync = self._member.grad_sync
         if grad_sync is None or not grad_sync.compares_replicas:
             return
-        names = self._member.main_params.names(self.optimizer.param_groups)
+        names = self._member.main_params.names(self._optimizer.param_groups)
         params: dict[str, nn.Parameter] = {}
         group_of: dict[str, int] = {}
-        for index, group in enumerate(self.optimizer.param_groups[first:], first):
+        for index, group in enumerate(self._optimizer.param_groups[first:], first):
             own = {
                 names[id(param)]: param
                 for param in group["params"]
@@ -143,7 +150,8 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
             }
             params |= own
             group_of |= dict.fromkeys(own, index)
-        require_same(params.items(), self._groups, group_of, values_may_differ=self._replicas_may_differ)
+        values_may_differ = self._replicas_may_differ
+        require_same(params.items(), self._groups, group_of, values_may_differ=values_may_differ, are_added=first > 0)
 
     def _make_main_params(self, named: Iterable[tuple[str, Tensor]]) -> MainParams:
         """Return the MainParams; here every rank has all of them. ``named``: parameters that were given names."""
@@ -161,45 +169,56 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's param groups, shared: what is written here takes effect there."""
-        return self.optimizer.param_groups
+        return self._optimizer.param_groups
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         if self._constructed:
-            self.optimizer.param_groups = value
+            self._optimizer.param_groups = value
 
     @property
     def state(self) -> Any:
         """Each parameter's whole state, live: see :mod:`megascale.state.state_view`. A copy of it can be loaded."""
         if not self._constructed:
-            return self.optimizer.state
+            return self._optimizer.state
         self._member.main_params.wait()
         return StateView([self._live_state()])
 
     @state.setter
     def state(self, value: Any) -> None:
         if self._constructed:
-            self.optimizer.state = StateView([self._live_state()]).held_for(value)
+            self._optimizer.state = StateView([self._live_state()]).held_for(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group of model params (or of (name, param) pairs). Main params are made at once.
 
-        With a GradSync, as in a DistributedOptimizer, all ranks call it together; one that calls it alone waits for the
-        others.
+        With a GradSync, as in a DistributedOptimizer, all ranks call it together.
 
-        Raises ArgumentError, with nothing added, for a parameter that cannot be trained, or of which ranks that reduce
-        gradients together hold different values.
+        Raises:
+            ArgumentError: with nothing added, for a parameter that cannot be trained, that another optimizer of the
+                chain has, or that is none of a DistributedOptimizer's ``modules``; or of which ranks that reduce
+                gradients together hold different values.
+            UsageError: on ranks that have waited for another one, which raised an error or did not call it. With
+                nothing added.
         """
         if not self._constructed:
             return
         self._member.require_not_lent("add_param_group()")
-        self.optimizer.add_param_group(param_group)
+        self._optimizer.add_param_group(param_group)
+        chain = None if self._member.chain is None else self._member.chain()
         try:
-            require_scaler(config_for(self.optimizer, None, None), self.grad_scaler)
-            self._require_same(len(self.optimizer.param_groups) - 1)
+            check_meta(self._optimizer)
+            groups = [group for member in (chain or self._recipe).members for group in member.optimizer.param_groups]
+            params = [id(param) for group in groups for param in group["params"]]
+            if len(params) != len(set(params)):
+                raise ArgumentError(
+                    "another optimizer of the chain holds a parameter of this param group; leave it out"
+                )
+            require_scaler(config_for(self._optimizer, None, None), self.grad_scaler)
+            self._require_same(len(self._optimizer.param_groups) - 1)
             self._member.sync_from_model()
         except Exception:
-            self.optimizer.param_groups.pop()
+            self._optimizer.param_groups.pop()
             raise
 
     def local_grad(self, name: str) -> Tensor | None:
@@ -230,6 +249,6 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     def _live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
         member = self._member
-        mains, state = member.main_params, self.optimizer.state
-        extra = ExtraState(self.optimizer, mains, is_sharded=mains.is_sharded)
+        mains, state = member.main_params, self._optimizer.state
+        extra = ExtraState(self._optimizer, mains, is_sharded=mains.is_sharded)
         return LiveState(self.param_groups, state, mains, self.grad_scaler, member.counter, extra, ref(member))

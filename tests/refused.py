@@ -28,6 +28,7 @@ from megascale import (
     build_optimizer,
     cast_model,
 )
+from megascale.averages import AveragedMainParams
 from megascale.debug import UnderflowMeter, report_overflows
 from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, StateDictError, UsageError
 from megascale.grad_sync import GradSync
@@ -256,6 +257,24 @@ def _halves(**fields: Any) -> ChainedOptimizer:
     )
 
 
+def _adds_to_a_chain(*, of_the_other: bool) -> None:
+    chain = _halves()
+    first, second = chain._optimizers
+    param = second.param_groups[0]["params"][0]
+    for part, added in ((first, param if of_the_other else _half()), (second, _half())):
+        part.add_param_group({"params": [("added", added)]})
+    chain.state_dict()
+
+
+def _half() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2, dtype=torch.float16))
+
+
+def _copies_averages() -> None:
+    module = model()
+    copy.deepcopy(AveragedMainParams(module, constant(module, INNER["sgd"], 1.0)))
+
+
 def _overlaps() -> None:
     module = model(torch.float32)
     config = OptimizerConfig(use_distributed_optimizer=True, overlap_param_gather=True)
@@ -329,13 +348,18 @@ WRAPPED = [
         (lambda: _halves(clip_grad=2.0), ArgumentError, "clip_grad=2.0"),
         (lambda: setattr(_halves(), "param_groups", []), UsageError, "change those of its optimizers"),
         (lambda: setattr(_halves(), "state", {}), UsageError, "cannot be replaced; use load_state_dict()"),
-        (lambda: _halves().add_param_group({}), UsageError, "to one of ChainedOptimizer.optimizers"),
+        (lambda: _halves().add_param_group({}), UsageError, "to one of the optimizers that are chained"),
         (
-            lambda: [UnderflowMeter(chain.optimizers[0]) for chain in [_halves()]],
+            lambda: [UnderflowMeter(chain._optimizers[0]) for chain in [_halves()]],
             UsageError,
             "is a member of a ChainedOptimizer",
         ),
-        (lambda: _halves().state.update(global_count=1), UsageError, "write it into one of .optimizers"),
+        (lambda: _adds_to_a_chain(of_the_other=True), ArgumentError, "another optimizer of the chain holds"),
+        (lambda: _adds_to_a_chain(of_the_other=False), ArgumentError, "have a parameter called 'added'"),
+        (lambda: GradSync(model()), ArgumentTypeError, "as model.named_parameters() gives, got a Tiny"),  # type: ignore[arg-type]
+        (lambda: GradSync(model().parameters()), ArgumentTypeError, "must be pairs of name and parameter"),  # type: ignore[arg-type]
+        (_copies_averages, UsageError, "a copy has no optimizer; use state_dict()"),
+        (lambda: _halves().state.update(global_count=1), UsageError, "write it into that of one of them"),
         (_two_of_a_name, ArgumentError, "two parameters are called 'w'"),
         (lambda: constant(model(), INNER["sgd"], 1.0).step(lambda: 0.0), UsageError, "step() takes no closure"),
         (lambda: copy.deepcopy(constant(model(), INNER["sgd"], 1.0)), UsageError, "cannot be pickled or deep-copied"),

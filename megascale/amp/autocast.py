@@ -24,7 +24,7 @@ def set_half_dtype(value: str | torch.dtype | None) -> torch.dtype:
         value: "float16", "bfloat16", ``torch.float16`` or ``torch.bfloat16``. None: torch's own default again.
 
     Returns:
-        The torch dtype, as :func:`get_half_dtype` does.
+        The torch dtype of regions that begin from now on, on this machine's accelerator or its CPU.
 
     Raises:
         ArgumentError: for another dtype or name, ``cbfloat16`` among them.
@@ -32,10 +32,10 @@ def set_half_dtype(value: str | torch.dtype | None) -> torch.dtype:
     """
     global _chosen
     _chosen = None if value is None else _half_dtype("half dtype", value)
-    return get_half_dtype()
+    return _get_half_dtype()
 
 
-def get_half_dtype(device_type: str | None = None) -> torch.dtype:
+def _get_half_dtype(device_type: str | None = None) -> torch.dtype:
     """Return the dtype that :func:`set_half_dtype` set, else torch's default: bf16 on CPU, fp16 on most accelerators.
 
     Args:
@@ -52,7 +52,7 @@ class autocast(torch.autocast):
 
     Args:
         device_type: such as "cuda". None: this machine's accelerator, or the CPU.
-        dtype: a torch dtype, "float16" or "bfloat16". None: :func:`get_half_dtype`.
+        dtype: a torch dtype, "float16" or "bfloat16". None: that of :func:`set_half_dtype`, else torch's.
         enabled: False: the region runs in the dtypes of its tensors.
         cache_enabled: whether casts of weights are kept until the region ends. None: torch's present setting.
 
@@ -73,7 +73,7 @@ class autocast(torch.autocast):
         self._arguments = (device_type, dtype, enabled, cache_enabled)
         device_type = device_type or _device_type()
         if dtype is None:
-            dtype = get_half_dtype(device_type)
+            dtype = _get_half_dtype(device_type)
         elif isinstance(dtype, str):
             dtype = _half_dtype("dtype", dtype)
         super().__init__(device_type, dtype, enabled, cache_enabled)

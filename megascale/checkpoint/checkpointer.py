@@ -27,7 +27,7 @@ from megascale.errors import CheckpointError, MegascaleError, listed
 from megascale.main_params.replica_check import digests
 from megascale.parallel import ParallelGroups
 from megascale.utils import call_site, validate
-from megascale.utils.collectives import group_rank, group_size, host_group, twin_group
+from megascale.utils.collectives import group_rank, group_size, host_group, raising_together, twin_group
 from megascale.utils.consensus import differing, explained
 from megascale.utils.unraised import UnraisedError
 
@@ -53,7 +53,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             They must include every rank that holds a part of a DTensor.
 
     Raises:
-        ArgumentError, ArgumentTypeError: naming the argument.
+        ArgumentError, ArgumentTypeError: on every rank alike, naming the argument.
         RankError: gloo cannot connect the ranks.
     """
 
@@ -66,11 +66,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         check_replicas: bool = True,
         groups: Groups = None,
     ) -> None:
-        self.directory = validate.path("directory", directory)
-        self.keep_last = None if keep_last is None else validate.integer("keep_last", keep_last, minimum=1)
-        self.async_save = validate.flag("async_save", async_save)
-        self.check_replicas = validate.flag("check_replicas", check_replicas)
         given = ParallelGroups.of(groups)
+        with raising_together(given.grad_stats):  # before a group is made, for which all ranks must be there
+            self.directory = validate.path("directory", directory)
+            self.keep_last = None if keep_last is None else validate.integer("keep_last", keep_last, minimum=1)
+            self.async_save = validate.flag("async_save", async_save)
+            self.check_replicas = validate.flag("check_replicas", check_replicas)
         # A thread has a group of its own, as its messages must not interleave with those of training.
         self._group = twin_group(given.grad_stats) if self.async_save else host_group(given.grad_stats)
         self._groups = replace(given, grad_stats=self._group)

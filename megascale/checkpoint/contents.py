@@ -99,7 +99,10 @@ def collect(
 
 
 def check_types(model: nn.Module, optimizer: MegascaleOptimizer | None) -> str:
-    """Return the optimizer's kind. Raises ArgumentTypeError unless it is one of ours, or None, and beside a module."""
+    """Return the optimizer's kind, of a chain those of its optimizers.
+
+    Raises ArgumentTypeError unless it is one of ours, or None, and beside a module.
+    """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, MegascaleOptimizer):
@@ -107,7 +110,7 @@ def check_types(model: nn.Module, optimizer: MegascaleOptimizer | None) -> str:
             f"optimizer must be an optimizer of megascale or None, got {type(optimizer).__name__}; wrap a torch "
             "optimizer first"
         )
-    return "None" if optimizer is None else type(optimizer).__name__
+    return "None" if optimizer is None else " + ".join(type(part).__name__ for part in optimizer._parts())
 
 
 def require_one_kind(kinds: Sequence[list[str]]) -> None:

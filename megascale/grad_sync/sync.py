@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from megascale.errors import ArgumentError, GradientError, UsageError, sparse_gradient
+from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
 from megascale.grad_sync.bucket import FlatBucket, SyncedBucket, tag_of
 from megascale.grad_sync.clipping_by_hand import refuse_while_there
 from megascale.grad_sync.construction import KIND, Construction, param_forms, ranks_by_field
@@ -136,10 +136,17 @@ class GradSync:
         Gradients that exist already count. ``param_groups``: by name; parameters of different groups do not share
         a bucket.
 
-        Raises ArgumentError, or GradientError for a sparse gradient, before anything has changed.
+        Raises ArgumentError, ArgumentTypeError, or GradientError for a sparse gradient, before anything has changed.
         """
         params: dict[str, nn.Parameter] = {}
-        for name, param in named_parameters:
+        try:
+            named = [(name, param) for name, param in named_parameters]
+        except (TypeError, ValueError) as error:
+            raise ArgumentTypeError(
+                "named_parameters must be pairs of name and parameter, as model.named_parameters() gives, got a "
+                f"{type(named_parameters).__name__}"
+            ) from error
+        for name, param in named:
             if param.requires_grad and params.setdefault(name, param) is not param:
                 raise ArgumentError(
                     f"two parameters are called {name!r}; give each a name of its own in named_parameters"

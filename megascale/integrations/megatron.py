@@ -73,7 +73,7 @@ class MegatronSurface:
                 f"optimizer must be a MixedPrecisionOptimizer or ChainedOptimizer, got {type(optimizer).__name__}"
             )
         self.optimizer = optimizer
-        self.config: OptimizerConfig = optimizer.config
+        self.config: OptimizerConfig = optimizer._config
 
     # The step
 

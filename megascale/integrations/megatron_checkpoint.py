@@ -52,7 +52,7 @@ def megatron_state_dict(optimizer: MegascaleOptimizer) -> State | list[State]:
         packed["grad_scaler"] = {}  # Megatron's: its config has the scale
     elif optimizer.grad_scaler is None:
         del packed["grad_scaler"]
-    halves = optimizer.config.fp16 or optimizer.config.bf16
+    halves = optimizer._config.fp16 or optimizer._config.bf16
     written = [
         _float16(packed, groups) if halves else _inner(packed, groups)
         for groups in split(packed["optimizer"]["param_groups"])

@@ -10,7 +10,7 @@ from megascale.grad_sync.construction import KIND, Construction, exchange, param
 from megascale.grad_sync.grad_hook import owner_of
 from megascale.grad_sync.sync import GradSync
 from megascale.parallel import ParallelGroups, is_expert
-from megascale.utils.collectives import broadcast_, group_size
+from megascale.utils.collectives import broadcast_, group_size, meet
 from megascale.utils.consensus import differing
 
 _UNREDUCED = "a MixedPrecisionOptimizer"
@@ -30,6 +30,7 @@ def require_same(
     group_of: Mapping[str, int],
     *,
     values_may_differ: bool = False,
+    are_added: bool = False,
 ) -> None:
     """Compare the GradSync of these parameters, their param groups and values, on all ranks that hold them.
 
@@ -41,10 +42,13 @@ def require_same(
         groups: the optimizer's.
         group_of: the param group of each parameter, by name.
         values_may_differ: leave out the values and the param groups.
+        are_added: to an optimizer that is there.
 
     Raises:
         ArgumentError: on every rank alike, naming it, if ranks have built different GradSyncs or optimizers; their
-            GradSyncs are then detached from their parameters. Also if a parameter is not the same on all ranks.
+            GradSyncs are then detached from their parameters, unless ``are_added``. Also if a parameter is not the same
+            on all ranks.
+        UsageError: with ``are_added``, if other ranks do not come.
     """
     named = {name: param for name, param in named_parameters if not param.is_meta}
     syncs: dict[int, GradSync] = {}
@@ -58,9 +62,9 @@ def require_same(
         return Construction(facts, by_sync.groups, {} if values_may_differ else digests(own))
 
     try:
-        exchanged = list(exchanges(named, groups, built))
+        exchanged = list(exchanges(named, groups, built, are_added=are_added))
     except MegascaleError:
-        for sync in syncs.values():
+        for sync in () if are_added else syncs.values():  # an optimizer that is there goes on without what was added
             sync.detach()
         raise
     for every in exchanged:
@@ -72,6 +76,8 @@ def exchanges(
     groups: ParallelGroups,
     build: Callable[[bool, Mapping[str, nn.Parameter]], Construction],
     error: Exception | None = None,
+    *,
+    are_added: bool,
 ) -> Iterator[list[Construction]]:
     """Yield what every rank that holds the same parameters builds of them: of dense ones, and of experts.
 
@@ -81,8 +87,10 @@ def exchanges(
         params: by name.
         build: returns what this rank builds of its parameters of one kind, whether of experts.
         error: what this rank has found already.
+        are_added: to an optimizer that is there, which one rank may do alone.
 
-    Raises ArgumentError on every rank alike if ranks build differently; else the first error of a rank.
+    Raises ArgumentError on every rank alike if ranks build differently; else the first error of a rank; UsageError if
+    other ranks do not come.
     """
     holders = {is_expert(param): groups.of_param(param).holders for param in params.values()}
     for experts in sorted(holders):
@@ -93,6 +101,8 @@ def exchanges(
                 mine = build(experts, own)
         except Exception as caught:  # whatever it is: other ranks wait
             error = caught
+        if are_added:
+            meet(holders[experts], "add_param_group(), or the first step after parameters were unfrozen,")
         yield exchange(mine, error, holders[experts])
 
 

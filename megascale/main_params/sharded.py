@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from megascale.errors import StateDictError
+from megascale.errors import ArgumentError, StateDictError, listed
 from megascale.grad_sync.construction import Construction, param_forms
 from megascale.grad_sync.grad_hook import check_syncable
 from megascale.grad_sync.layout import Piece
@@ -98,6 +98,11 @@ class ShardedMainParams(MainParams):
         error: Exception | None = None
         try:
             check_syncable(params)
+            if unowned := [name for name, param in params.items() if id(param) not in self._explicit_names]:
+                raise ArgumentError(
+                    f"modules do not own parameter {listed(unowned)}: no module would wait for its gather, or give it "
+                    "a name; build the optimizer anew, with every module whose parameters it updates"
+                )
         except Exception as caught:  # whatever it is: other ranks wait
             error = caught
 
@@ -113,7 +118,7 @@ class ShardedMainParams(MainParams):
             readable = {name: param for name, param in own.items() if not (self._broadcast or param.is_meta)}
             return Construction(facts, by_sync.groups, digests(readable))
 
-        for every in exchanges(params, self._groups, built, error):
+        for every in exchanges(params, self._groups, built, error, are_added=bool(self.everywhere)):
             require_same_values(every)
 
     @override

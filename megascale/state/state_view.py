@@ -174,7 +174,7 @@ class StateView(_View[Any]):
         source = self._find(key)
         if source is None:
             if len(self._sources) > 1:
-                raise UsageError("state of several optimizers takes no new keys: write it into one of .optimizers")
+                raise UsageError("state of several optimizers takes no new keys: write it into that of one of them")
             [source] = self._sources
         if isinstance(key, Tensor):
             if not isinstance(value, Mapping):

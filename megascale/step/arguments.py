@@ -39,7 +39,7 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
             + ("; pass a scaler by its name, grad_scaler=" if is_scaler else "")
         )
     check_grad_scaler(grad_scaler)
-    _check_meta(optimizer)
+    check_meta(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # Whole, or as views (use_orig_params=True). Each rank has other elements of them, which nothing but FSDP1 can tell:
     # they look like replicas.
@@ -126,7 +126,7 @@ def check_grad_scaler(grad_scaler: Any) -> None:
         raise ArgumentTypeError(f"grad_scaler must be a MegatronGradScaler or None, got {type(grad_scaler).__name__}")
 
 
-def _check_meta(optimizer: torch.optim.Optimizer) -> None:
+def check_meta(optimizer: torch.optim.Optimizer) -> None:
     """Raise ArgumentError if some parameters have values while others are on the meta device.
 
     All parameters on the meta device are no error: so an optimizer's memory can be estimated.

@@ -91,7 +91,10 @@ class _Loan:
     def settle(self) -> list[OverflowFlags]:
         """Round main params into model params, and gather these. Returns which main params did not fit."""
         flags = self.member.update.round_(self._params, self._decision)
-        self.member.end_rounding()
+        main_params = self.member.main_params
+        for unit in main_params.units():  # as a step does
+            main_params.mark_written(unit)
+        main_params.end_step()
         self.member.update.release_memory()  # state may lie elsewhere now
         return flags
 

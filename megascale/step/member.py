@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 from weakref import WeakSet, ref
 
 import torch
@@ -25,6 +26,9 @@ from megascale.step.update_selection import select_update
 from megascale.utils.dtensors import held
 from megascale.utils.nests import tensors_in
 from megascale.utils.portable import NO_OPTIONS, portable
+
+if TYPE_CHECKING:
+    from megascale.step.recipe import StepRecipe
 
 
 class StepMember:
@@ -71,7 +75,7 @@ class StepMember:
         self.ready: tuple[Collected, StepDecision] | None = None
         self.is_lent = False
         self.captured: WeakSet[CapturedStep] = WeakSet()
-        self.chain: ref[object] | None = None
+        self.chain: ref[StepRecipe] | None = None
         self.grads = ReadyGrads(
             groups, device, grad_sync, sharded=main_params.is_sharded, replicas_may_differ=replicas_may_differ
         )
@@ -127,12 +131,6 @@ class StepMember:
             self.update.raise_failure()
             if not self.main_params.residence.is_away:
                 self.update.take_in_state()
-
-    def end_rounding(self) -> None:
-        """End what has rounded main params outside of a step: record the writes, and gather shards as a step does."""
-        for unit in self.main_params.units():
-            self.main_params.mark_written(unit)
-        self.main_params.end_step()
 
     def offload(self, *, pin: bool) -> None:
         """Move main params, state and main grads to host memory; see :meth:`megascale.MixedPrecisionOptimizer.offload`.

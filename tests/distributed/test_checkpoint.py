@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from megascale import MixedPrecisionOptimizer
+from megascale import ChainedOptimizer, MixedPrecisionOptimizer
 from megascale.checkpoint import Checkpointer, load, save
-from megascale.errors import ArgumentTypeError, CheckpointError, RankError
+from megascale.errors import ArgumentError, ArgumentTypeError, CheckpointError, RankError
 from megascale.utils.collectives import twin_group
 from tests.checkpoint_cases import build, differences, message_of, state_of, train
 from tests.pool import RankPool
@@ -141,7 +141,9 @@ def _save_refused(directory: Path) -> list[str]:
     rank = dist.get_rank()
     model, optimizer = build(0)
     save(directory, 1, model, optimizer)
-    other, _ = build(0, torch.float16 if rank == 0 else torch.bfloat16)
+    recast, _ = build(0, torch.float16 if rank == 0 else torch.bfloat16)
+    more = torch.optim.SGD([("more", nn.Parameter(torch.ones(1)))], 0.1)
+    other = MixedPrecisionOptimizer(more, None, optimizer.grad_scaler)
     return [
         message_of(ArgumentTypeError, lambda: save(directory, 2, model, user_state=None if rank == 0 else {1, 2})),
         message_of(CheckpointError, lambda: save(directory, 2, model, user_state={"seed": 1, "epoch": rank})),
@@ -152,12 +154,16 @@ def _save_refused(directory: Path) -> list[str]:
             for dtype in (torch.int64, torch.bool, torch.complex64, torch.complex128)
         ),
         message_of(CheckpointError, lambda: save(directory, 2 + rank, model)),
-        message_of(CheckpointError, lambda: save(directory, 2, other)),
+        message_of(CheckpointError, lambda: save(directory, 2, recast)),
         message_of(CheckpointError, lambda: save(directory, 1, model)),
         message_of(CheckpointError, lambda: load(directory, model if rank == 0 else nn.Linear(1, 1))),
         message_of(CheckpointError, lambda: save(directory, 2, model, optimizer if rank == 0 else None)),
         message_of(CheckpointError, lambda: load(directory, model, optimizer if rank == 0 else None)),
+        message_of(
+            CheckpointError, lambda: save(directory, 2, model, ChainedOptimizer([optimizer, other][: 2 - rank]))
+        ),
         message_of(ArgumentTypeError, lambda: load(directory if rank == 0 else 7, model)),  # type: ignore[arg-type]
+        message_of(ArgumentError, lambda: Checkpointer(directory, keep_last=1 - rank, async_save=True)),
     ]
 
 
@@ -174,7 +180,9 @@ def test_refused_saves_and_loads_are_alike_on_all_ranks(ranks: RankPool, tmp_pat
         ".*step_00000001 exists already",
         "rank 1: .*does not fit the model",
         *["rank 0 passes MixedPrecisionOptimizer as optimizer, rank 1 None;"] * 2,
+        "rank 0 passes MixedPrecisionOptimizer [+] MixedPrecisionOptimizer as optimizer, rank 1 Mixed",
         "rank 1: path must be a path, got 7 of type int",
+        "rank 1: keep_last must be",
     )
     assert all(re.match(words, message) for words, message in zip(expected, messages[0], strict=True))
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]

@@ -282,7 +282,7 @@ def _wrapped(kind: str) -> list[Any]:
             return torch.compile(module), optimizer  # type: ignore[return-value]
         if kind == "renamed":
             inner = torch.optim.AdamW(list(module.parameters()), lr=2e-3)
-            return module, MixedPrecisionOptimizer(inner, optimizer.config, ConstantGradScaler(2.0))
+            return module, MixedPrecisionOptimizer(inner, optimizer._config, ConstantGradScaler(2.0))
         module.up = checkpoint_wrapper(module.up)  # type: ignore[assignment]
         return module, optimizer
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale import MixedPrecisionOptimizer
-from megascale.errors import MainParamOverflowError, UsageError
-from tests.cells import CELLS, Cell, Given, integers
+from megascale.errors import UsageError
+from tests.cells import Cell, Given, integers
 from tests.fsdp2_cases import whole
 from tests.pool import RankPool
 
@@ -153,60 +153,5 @@ def _written_early(cell: Cell, writers: str) -> tuple[str, bool, str, float]:
 def _held(optimizer: MixedPrecisionOptimizer) -> list[Tensor]:
     """Return local main params, or remainders, and state, as they lie in memory."""
     mains = [param.memory for param in optimizer._member.main_params if param.is_copy]
-    state = [value for entry in optimizer.optimizer.state.values() for value in entry.values()]
+    state = [value for entry in optimizer._optimizer.state.values() for value in entry.values()]
     return [value.to_local() if hasattr(value, "to_local") else value for value in [*mains, *state]]
-
-
-@pytest.mark.default(
-    "float32-zero1-fp32", "bfloat16-replicated-compact", "float16-fsdp2-compact", "float32-replicated-fp32"
-)
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_main_params_are_rounded_into_the_model_at_once(cell: Cell, ranks: RankPool) -> None:
-    """A write into main params reached the model with the next step only. Now by a call, whole on every rank; of those
-    that are held as remainders copies are yielded, and the weights stay.
-    """
-    is_held = cell.state == "compact" and cell.dtype != torch.float32
-    for written, expected, before, follows in ranks.run(cell.world_size, _copied, cell):
-        assert all(map(torch.equal, written, before if is_held else expected))
-        assert follows
-
-
-def _copied(cell: Cell) -> tuple[list[Tensor], list[Tensor], list[Tensor], bool]:
-    model = cell.model()
-    optimizer = cell.optimizer(model)
-    cell.backward(optimizer, model, integers(cell.shapes, 1))
-    optimizer.step()
-    before = [whole(weight.detach()).clone() for weight in model.parameters()]
-    expected = [weight.float().clamp(-0.25, 0.25).to(cell.dtype) for weight in before]
-    with torch.no_grad():
-        for _, main in optimizer.main_params():
-            main.clamp_(-0.25, 0.25)
-    optimizer.copy_main_params_to_model()
-    written = [whole(weight.detach()).clone() for weight in model.parameters()]
-    bits = [main.clone() for main in _held(optimizer)]
-    optimizer.state_dict()  # takes over what the program wrote into the model: nothing
-    return written, expected, before, all(map(torch.equal, bits, _held(optimizer)))
-
-
-@pytest.mark.parametrize(
-    "cell", [cell for cell in CELLS if cell.dtype == torch.float16 and cell.state == "fp32"], ids=str
-)
-def test_a_main_param_that_fp16_cannot_hold_is_refused(cell: Cell, ranks: RankPool) -> None:
-    """On every rank, with nothing rounded, also where the last one alone holds it. Other dtypes hold it."""
-    for message, is_unchanged in ranks.run(cell.world_size, _overflowing, cell):
-        assert is_unchanged
-        assert "65520" in message
-
-
-def _overflowing(cell: Cell) -> tuple[str, bool]:
-    model = cell.model()
-    optimizer = cell.optimizer(model)
-    before = [whole(weight.detach()).clone() for weight in model.parameters()]
-    if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
-        with torch.no_grad():
-            for main in _held(optimizer)[:1]:
-                main.fill_(7e4)
-    with pytest.raises(MainParamOverflowError) as refused:
-        optimizer.copy_main_params_to_model()
-    weights = [whole(weight.detach()) for weight in model.parameters()]
-    return str(refused.value), all(map(torch.equal, before, weights))

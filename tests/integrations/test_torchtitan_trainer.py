@@ -190,7 +190,7 @@ def test_fp32_weights_that_compute_in_fp16() -> None:
     trainer = _trainer(torch.float32, fp16=True)
     rows = _train(trainer, range(3))
     assert rows[-1] == (True, 2.0**11)
-    assert trainer.optimizers.optimizer.config.fp16
+    assert trainer.optimizers.optimizer._config.fp16
 
 
 def test_several_optimizers_share_one_scale_and_one_norm() -> None:

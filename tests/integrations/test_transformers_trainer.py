@@ -164,7 +164,7 @@ def test_codes_and_remainders_by_name(tmp_path: Path) -> None:
     assert {param.dtype for param in trainer.model.parameters()} == {torch.bfloat16}
     for state in optimizer.state.values():
         assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
-    assert optimizer.config.store_param_remainders
+    assert optimizer._config.store_param_remainders
     assert optimizer.grad_scaler is None
     assert "loss_scale" not in trainer.state.log_history[0]
 
@@ -191,7 +191,7 @@ def test_any_other_optimizer(tmp_path: Path) -> None:
         model=llama(torch.float16), args=args, train_dataset=Samples(), optimizer_cls_and_kwargs=chosen
     )
     trainer.train()
-    assert isinstance(optimizer_of(trainer).optimizer, torch.optim.NAdam)
+    assert isinstance(optimizer_of(trainer)._optimizer, torch.optim.NAdam)
     reset()
     config = OptimizerConfig(fp16=True, lr=RATE, initial_loss_scale=2.0**9)
     factory: Any = (lambda: partial(build_optimizer, config), {})

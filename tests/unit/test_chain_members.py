@@ -59,7 +59,7 @@ def test_skips_are_counted_once() -> None:
         assert [bits_equal(*pair) for pair in zip(_mains(chain), before, strict=True)] == [poison != 0.0] * 3
         counts.append(int(chain.num_skipped_steps))
     assert counts == [0, 1, 1, 2, 3]
-    assert [int(member.num_skipped_steps) for member in chain.optimizers] == [3, 3, 3]
+    assert [int(member.num_skipped_steps) for member in chain._optimizers] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("where", ["state", "main_params"])

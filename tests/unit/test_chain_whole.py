@@ -51,7 +51,7 @@ def test_halves_of_a_step_are_not_mixed(into: str) -> None:
     optimizer = _chain(module)
     set_grads(module, 0)
     optimizer.prepare_grads()
-    target: MegascaleOptimizer = optimizer if into == "the chain" else optimizer.optimizers[1]
+    target: MegascaleOptimizer = optimizer if into == "the chain" else optimizer._optimizers[1]
     target.load_state_dict(target.state_dict())
     before = {name: main.clone() for name, main in optimizer.main_params()}
     with pytest.raises(UsageError, match=r"needs prepare_grads\(\) first"):
@@ -83,13 +83,13 @@ def test_clipping_of_a_member_alone_is_refused() -> None:
     optimizer = _chain(module)
     before = {name: main.clone() for name, main in optimizer.main_params()}
     for index in range(2):
-        optimizer.optimizers[index].clip_grad = 0.5
+        optimizer._optimizers[index].clip_grad = 0.5
         set_grads(module, 0)
         for half in (optimizer.prepare_grads, optimizer.step):
             with pytest.raises(UsageError, match=rf"optimizers\[{index}\]\.clip_grad was set to 0\.5.*set Chained"):
                 half()
-        optimizer.optimizers[index].clip_grad = 0.0
+        optimizer._optimizers[index].clip_grad = 0.0
     assert same_bits(before, dict(optimizer.main_params()))
     optimizer.clip_grad = 0.5
-    assert [member.clip_grad for member in optimizer.optimizers] == [0.5, 0.5]
+    assert [member.clip_grad for member in optimizer._optimizers] == [0.5, 0.5]
     assert optimizer.step().success

@@ -240,7 +240,7 @@ def test_scale_loss_does_not_overflow_fp16() -> None:
 
 def test_config_is_taken_from_the_parameters() -> None:
     """config=None: fp16 or bf16 from the dtypes, no clipping. fp16 without a scaler is refused, as Megatron does."""
-    assert MixedPrecisionOptimizer(INNER["sgd"](model(torch.bfloat16))).config == OptimizerConfig(bf16=True)
-    assert MixedPrecisionOptimizer(INNER["sgd"](model(torch.float32))).config == OptimizerConfig()
+    assert MixedPrecisionOptimizer(INNER["sgd"](model(torch.bfloat16)))._config == OptimizerConfig(bf16=True)
+    assert MixedPrecisionOptimizer(INNER["sgd"](model(torch.float32)))._config == OptimizerConfig()
     ours = MixedPrecisionOptimizer(INNER["sgd"](model()), grad_scaler=ConstantGradScaler(2.0), grads_are_scaled=True)
-    assert ours.config == OptimizerConfig(fp16=True)
+    assert ours._config == OptimizerConfig(fp16=True)

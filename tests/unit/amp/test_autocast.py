@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from megascale.amp import autocast, get_half_dtype, set_half_dtype
+from megascale.amp import autocast, set_half_dtype
+from megascale.amp.autocast import _get_half_dtype
 from megascale.errors import ArgumentError, ArgumentTypeError
 
 
@@ -35,7 +36,7 @@ INPUT = torch.ones(2, 4)
 )
 def test_half_dtype_is_what_autocast_computes_in(choice: str | torch.dtype, dtype: torch.dtype) -> None:
     """`set_half_dtype` returns the torch dtype; `autocast()` computes in it, and leaves get gradients of their own."""
-    assert set_half_dtype(choice) == get_half_dtype() == get_half_dtype("cuda") == dtype
+    assert set_half_dtype(choice) == _get_half_dtype() == _get_half_dtype("cuda") == dtype
     with autocast():
         output = LAYER(INPUT)
         assert torch.is_autocast_enabled("cpu")
@@ -48,7 +49,7 @@ def test_half_dtype_is_what_autocast_computes_in(choice: str | torch.dtype, dtyp
 def test_default_is_torchs_own() -> None:
     """Before any choice, and after None: torch's default of the device, also where torch was told another."""
     assert set_half_dtype(None) == torch.get_autocast_dtype("cpu") == torch.bfloat16
-    assert get_half_dtype("cuda") == torch.get_autocast_dtype("cuda")
+    assert _get_half_dtype("cuda") == torch.get_autocast_dtype("cuda")
     torch.set_autocast_dtype("cpu", torch.float16)
     try:
         with autocast():
@@ -149,7 +150,7 @@ def test_what_is_no_half_dtype_is_refused(call: Callable[[], Any], kind: type[Ex
     set_half_dtype("float16")
     with pytest.raises(kind, match=message):
         call()
-    assert get_half_dtype() == torch.float16
+    assert _get_half_dtype() == torch.float16
 
 
 def test_an_accelerator_that_is_not_here_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,4 +162,4 @@ def test_an_accelerator_that_is_not_here_is_not_chosen(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
     with autocast():
         assert torch.is_autocast_enabled("cpu")
-    assert get_half_dtype() == torch.bfloat16
+    assert _get_half_dtype() == torch.bfloat16

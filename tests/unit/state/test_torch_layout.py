@@ -146,7 +146,7 @@ def test_a_chain(options: StateDictOptions | None) -> None:
     set_optimizer_state_dict(other, resumed, given, options=options)
     assert resumed.num_landed_steps.item() == 1
     assert same_values(resumed.state_dict(), optimizer.state_dict())
-    member = optimizer.optimizers[1]
+    member = optimizer._optimizers[1]
     assert list(optimizer.state) == list(module.parameters())
     mine, theirs = optimizer.state[module.head.weight], member.state[module.head.weight]
     assert all(mine[key] is theirs[key] for key in ("step", "exp_avg", "exp_avg_sq", "main_param"))
@@ -275,7 +275,7 @@ def test_names_of_ours_are_taken() -> None:
     """An optimizer that has an entry of one of our names is refused by name, not mixed up."""
     module = model()
     optimizer = constant(module, INNER["sgd"], 1.0)
-    optimizer.optimizer.state[module.first.weight]["main_param"] = torch.zeros(1)
+    optimizer._optimizer.state[module.first.weight]["main_param"] = torch.zeros(1)
     message = r"'first.weight' has entries called \['main_param'\]"
     with pytest.raises(StateDictError, match=message):
         get_optimizer_state_dict(module, optimizer)

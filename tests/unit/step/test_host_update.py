@@ -75,7 +75,7 @@ def test_a_chain_with_muon(sharded: bool, way: dict[str, Any]) -> None:
 
     stored = {name: way[name] for name in HELD if name in way}
     (module, chain), (other_module, other) = build(way), build(stored)
-    mains = [param for one in chain.optimizers for param in one._member.main_params]
+    mains = [param for one in chain._optimizers for param in one._member.main_params]
     assert {param.model.dim() for param in mains if param.on_host is None} == {2}
     assert any(param.on_host is not None for param in mains)
     for step in range(3):
@@ -330,7 +330,7 @@ def test_an_own_step_is_refused_in_host_memory() -> None:
     """A step hook needs it: the step changes nothing."""
     module, optimizer = _build(WAIT)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    hook = optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+    hook = optimizer._optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(UsageError, match=r"its own step\(\) must run"):
         _step(module, optimizer, 0)
     assert same_values(module.state_dict(), before)

@@ -226,7 +226,7 @@ def test_what_a_dropped_chain_decided_is_its_optimizers() -> None:
     """
     (module, chain), (twin, whole) = _make("chain"), _make("chain")
     assert isinstance(chain, ChainedOptimizer)
-    first, second = chain.optimizers
+    first, second = chain._optimizers
     _backward(module, chain, 0)
     _backward(twin, whole, 0)
     expected = whole.step()

@@ -128,7 +128,7 @@ def test_budgets_and_spikes_reach_the_optimizer() -> None:
     ):
         keys = [f"optimizer.{name}={value}" for name, value in zip(names, values.split(), strict=True)]
         optimizer = build_wrapped_optimizer(load_config(keys), torch.nn.Linear(2, 1).half())
-        assert [getattr(optimizer.config, name) for name in names] == expected
+        assert [getattr(optimizer._config, name) for name in names] == expected
 
 
 def test_times_and_sizes_are_checked_where_they_are_used() -> None:
