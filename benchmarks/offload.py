@@ -241,10 +241,7 @@ def rows_of_variants(device: torch.device, shapes: list[torch.Size]) -> list[str
 def rows_of_moves(run: Run) -> list[str]:
     """Return the rows of the second table."""
     state = [
-        value
-        for entry in run.optimizer._optimizer.state.values()
-        for value in entry.values()
-        if isinstance(value, Tensor)
+        value for entry in run.optimizer._inner.state.values() for value in entry.values() if isinstance(value, Tensor)
     ]
     size = sum(one.nbytes for one in (*state, *(main for _, main in run.optimizer.main_params())))
     rows = []

@@ -256,7 +256,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         """
         members, parts = self._recipe.members, self._parts()
         with lent_main_params(self._recipe, members, self._settings_error(), with_grads=True) as dropped:
-            inner = [part._optimizer for part in parts]
+            inner = [part._inner for part in parts]
             yield inner[0] if parts == [self] else tuple(inner)
         for member, part in zip(members, parts, strict=True):
             if any(member is one for one in dropped):
@@ -275,7 +275,7 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
     def _call_wrapped(self, name: str) -> None:
         pairs = zip(self._recipe.members, self._parts(), strict=True)
-        methods = [(member, getattr(part._optimizer, name, None)) for member, part in pairs]
+        methods = [(member, getattr(part._inner, name, None)) for member, part in pairs]
         found = [(member, method) for member, method in methods if callable(method)]
         if found:
             with lent_main_params(self._recipe, [member for member, _ in found], None, with_grads=False):

@@ -96,7 +96,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         check_inner(optimizer)
         ExtraState(optimizer, [], is_sharded=main_params.is_sharded).require_savable()
         misuse.check_unwrapped(optimizer)
-        self._optimizer = optimizer
+        self._inner = optimizer
         self._config = config_for(optimizer, config, clip_grad)
         self._groups = ParallelGroups.of(groups)
         require_scaler(self._config, grad_scaler)
@@ -138,10 +138,10 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         grad_sync = self._member.grad_sync
         if grad_sync is None or not grad_sync.compares_replicas:
             return
-        names = self._member.main_params.names(self._optimizer.param_groups)
+        names = self._member.main_params.names(self._inner.param_groups)
         params: dict[str, nn.Parameter] = {}
         group_of: dict[str, int] = {}
-        for index, group in enumerate(self._optimizer.param_groups[first:], first):
+        for index, group in enumerate(self._inner.param_groups[first:], first):
             own = {
                 names[id(param)]: param
                 for param in group["params"]
@@ -169,25 +169,25 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's param groups, shared: what is written here takes effect there."""
-        return self._optimizer.param_groups
+        return self._inner.param_groups
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         if self._constructed:
-            self._optimizer.param_groups = value
+            self._inner.param_groups = value
 
     @property
     def state(self) -> Any:
         """Each parameter's whole state, live: see :mod:`megascale.state.state_view`. A copy of it can be loaded."""
         if not self._constructed:
-            return self._optimizer.state
+            return self._inner.state
         self._member.main_params.wait()
         return StateView([self._live_state()])
 
     @state.setter
     def state(self, value: Any) -> None:
         if self._constructed:
-            self._optimizer.state = StateView([self._live_state()]).held_for(value)
+            self._inner.state = StateView([self._live_state()]).held_for(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group of model params (or of (name, param) pairs). Main params are made at once.
@@ -204,21 +204,21 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         if not self._constructed:
             return
         self._member.require_not_lent("add_param_group()")
-        self._optimizer.add_param_group(param_group)
+        self._inner.add_param_group(param_group)
         chain = None if self._member.chain is None else self._member.chain()
         try:
-            check_meta(self._optimizer)
+            check_meta(self._inner)
             groups = [group for member in (chain or self._recipe).members for group in member.optimizer.param_groups]
             params = [id(param) for group in groups for param in group["params"]]
             if len(params) != len(set(params)):
                 raise ArgumentError(
                     "another optimizer of the chain holds a parameter of this param group; leave it out"
                 )
-            require_scaler(config_for(self._optimizer, None, None), self.grad_scaler)
-            self._require_same(len(self._optimizer.param_groups) - 1)
+            require_scaler(config_for(self._inner, None, None), self.grad_scaler)
+            self._require_same(len(self._inner.param_groups) - 1)
             self._member.sync_from_model()
         except Exception:
-            self._optimizer.param_groups.pop()
+            self._inner.param_groups.pop()
             raise
 
     def local_grad(self, name: str) -> Tensor | None:
@@ -249,6 +249,6 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
     def _live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
         member = self._member
-        mains, state = member.main_params, self._optimizer.state
-        extra = ExtraState(self._optimizer, mains, is_sharded=mains.is_sharded)
+        mains, state = member.main_params, self._inner.state
+        extra = ExtraState(self._inner, mains, is_sharded=mains.is_sharded)
         return LiveState(self.param_groups, state, mains, self.grad_scaler, member.counter, extra, ref(member))

@@ -296,11 +296,10 @@ class _Run:
             "scaler": {} if self._scaler is None else self._scaler.state_dict(),
             "results": {str(index): result for index, result in enumerate(results)},
         }
-        for part in getattr(self._optimizer, "optimizers", [self._optimizer]):
-            saved = part.state_dict()
-            found["main_params"] |= saved.get("main_params", {})
-            states = saved["state"] if self._life.layout == "amp" else saved["optimizer"]["state"]
-            found["state"] |= {f"{name}.{key}": value for name, own in states.items() for key, value in own.items()}
+        saved = self._optimizer.state_dict()
+        found["main_params"] |= saved.get("main_params", {})
+        states = saved["state"] if self._life.layout == "amp" else saved["optimizer"]["state"]
+        found["state"] |= {f"{name}.{key}": value for name, own in states.items() for key, value in own.items()}
         return found
 
 

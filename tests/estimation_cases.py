@@ -115,7 +115,7 @@ def _build(
 def _held(module: nn.Module, wrapped: MixedPrecisionOptimizer | ChainedOptimizer) -> dict[str, int]:
     params = [to_local(param) for param in module.parameters()]
     weights = {param.untyped_storage().data_ptr() for param in params}
-    state = [to_local(value) for one in wrapped._parts() for value in tensors_in(one._optimizer.state)]
+    state = [to_local(value) for one in wrapped._parts() for value in tensors_in(one._inner.state)]
     memories = [to_local(param.memory) for one in wrapped._parts() for param in one._live_state().main_params]
     return {
         "model params": storage_bytes(params),

@@ -36,28 +36,28 @@ def _grown(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
 
 def _state_cut(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
     for param in bag.params:
-        state = optimizer._optimizer.state[param]
+        state = optimizer._inner.state[param]
         state["exp_avg"] = torch.zeros(state["exp_avg"].numel() + 1)
 
 
 def _state_partial(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
-    del optimizer._optimizer.state[bag[1]]["exp_avg"]
+    del optimizer._inner.state[bag[1]]["exp_avg"]
 
 
 def _option(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
-    optimizer._optimizer.param_groups[0]["lr"] = "0.1"
+    optimizer._inner.param_groups[0]["lr"] = "0.1"
 
 
 def _option_lacks(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
-    del optimizer._optimizer.param_groups[0]["eps"]
+    del optimizer._inner.param_groups[0]["eps"]
 
 
 def _unforeseen(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
-    optimizer._optimizer.param_groups[0]["maximize"] = torch.ones(2)
+    optimizer._inner.param_groups[0]["maximize"] = torch.ones(2)
 
 
 def _unreadable(bag: Bag, optimizer: MixedPrecisionOptimizer) -> None:
-    optimizer._optimizer.param_groups[0]["params"] = map(int, ["three"])
+    optimizer._inner.param_groups[0]["params"] = map(int, ["three"])
 
 
 BREAKS: dict[str, tuple[Callable[[Bag, MixedPrecisionOptimizer], None], str, str]] = {
@@ -105,11 +105,11 @@ def _fails_together(kind: str, broken: str, culprit: int) -> tuple[str, str, boo
         optimizer.step()
     values = [param.detach().clone() for param in bag.params]
     data = [param.data for param in bag.params]
-    states = {param: dict(optimizer._optimizer.state[param]) for param in bag.params}
+    states = {param: dict(optimizer._inner.state[param]) for param in bag.params}
     torch.manual_seed(7)
     _backward(bag, optimizer, kind)
     scale = optimizer.get_loss_scale()
-    options = dict(optimizer._optimizer.param_groups[0])
+    options = dict(optimizer._inner.param_groups[0])
     if dist.get_rank() == culprit:
         BREAKS[broken][0](bag, optimizer)
     with pytest.raises(MegascaleError) as caught:
@@ -118,8 +118,8 @@ def _fails_together(kind: str, broken: str, culprit: int) -> tuple[str, str, boo
     if dist.get_rank() == culprit:  # mend it
         for param, held in zip(bag.params, data, strict=True):
             param.data = held
-            optimizer._optimizer.state[param] = states[param]
-        optimizer._optimizer.param_groups[0].update(options)
+            optimizer._inner.state[param] = states[param]
+        optimizer._inner.param_groups[0].update(options)
     unchanged = all(bits_equal(param.detach(), value) for param, value in zip(bag.params, values, strict=True))
     torch.manual_seed(8)
     _backward(bag, optimizer, kind)
@@ -158,12 +158,12 @@ def _moves_are_followed(kind: str) -> list[list[torch.Tensor]]:
             if moves and step == 1:
                 bag.share_memory()
                 for param in bag.params:
-                    for value in optimizer._optimizer.state[param].values():
+                    for value in optimizer._inner.state[param].values():
                         value.share_memory_()
             if moves and step == 2:
                 for param in bag.params:
                     param.data = param.data.clone()
-                    entry = optimizer._optimizer.state[param]
+                    entry = optimizer._inner.state[param]
                     entry.update({name: value.clone() for name, value in entry.items()})
             if moves and step == 3 and kind != "replicated":
                 sync = optimizer._recipe.members[0].grad_sync

@@ -252,7 +252,7 @@ def _bytes() -> dict[str, float]:
         "grads": note(*(param.grad for param in module.parameters())) / numel,
         "main_grads": note(*(bucket.memory.flat for bucket in optimizer.grad_sync.buckets)) / numel,
         "main_params": note(*(main for _, main in optimizer.main_params())) / numel,
-        "state": note(*(value for state in optimizer._optimizer.state.values() for value in state.values())) / numel,
+        "state": note(*(value for state in optimizer._inner.state.values() for value in state.values())) / numel,
     }
 
 
@@ -292,7 +292,7 @@ def _seventy_billion() -> list[Any]:
     with OperatorCounter() as operators:
         optimizer = DistributedOptimizer(inner, OptimizerConfig(bf16=True), modules=module)
     held = [main for _, main in optimizer.main_params()]
-    real = [tensor for state in optimizer._optimizer.state.values() for tensor in state.values() if not tensor.is_meta]
+    real = [tensor for state in optimizer._inner.state.values() for tensor in state.values() if not tensor.is_meta]
     total = sum(param.numel() for param in module.parameters())
     return [total, sum(main.numel() for main in held), all(m.is_meta for m in held), len(real), operators.host_reads]
 

@@ -153,5 +153,5 @@ def _written_early(cell: Cell, writers: str) -> tuple[str, bool, str, float]:
 def _held(optimizer: MixedPrecisionOptimizer) -> list[Tensor]:
     """Return local main params, or remainders, and state, as they lie in memory."""
     mains = [param.memory for param in optimizer._member.main_params if param.is_copy]
-    state = [value for entry in optimizer._optimizer.state.values() for value in entry.values()]
+    state = [value for entry in optimizer._inner.state.values() for value in entry.values()]
     return [value.to_local() if hasattr(value, "to_local") else value for value in [*mains, *state]]

@@ -32,7 +32,7 @@ def _switch_momentum_on(optimizer: MixedPrecisionOptimizer, culprit: int) -> Non
     """As OneCycleLR does it: the rank ``culprit`` then lacks a buffer."""
     optimizer.param_groups[0]["momentum"] = 0.9
     if dist.get_rank() != culprit:
-        for state in optimizer._optimizer.state.values():
+        for state in optimizer._inner.state.values():
             state["momentum_buffer"] = torch.zeros_like(state["square_avg"])
 
 

@@ -73,7 +73,7 @@ def _buffers_of(optimizer: MixedPrecisionOptimizer) -> list[Any]:
     held: list[Any] = [optimizer, optimizer._member.grad_sync]
     held += [bucket.memory.flat for bucket in optimizer._member.grad_sync.buckets]
     held += [param.main for param in optimizer._member.main_params if param.is_copy]
-    held += [value for state in optimizer._optimizer.state.values() for value in state.values()]
+    held += [value for state in optimizer._inner.state.values() for value in state.values()]
     if isinstance(optimizer, DistributedOptimizer):
         held += [bucket.memory.flat for bucket in optimizer._gather.buckets]
     return [ref(thing) for thing in held]
@@ -233,7 +233,7 @@ def _with_everything(kind: str, folder: str) -> list[str]:
         held = [ref(thing) for thing in (optimizer, scheduler, averages, checkpointer, optimizer.grad_scaler)]
         held += [ref(average) for average in averages._params.averages]
         for one in optimizers:
-            held += [ref(thing) for thing in (one, one._member, one._member.main_params, one._optimizer)]
+            held += [ref(thing) for thing in (one, one._member, one._member.main_params, one._inner)]
             held += [ref(param.main) for param in one._member.main_params]
         del optimizer, optimizers, one, inner, scheduler, averages, checkpointer, network
         gc.collect()

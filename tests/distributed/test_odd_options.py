@@ -52,7 +52,7 @@ def _set(kind: str, name: str) -> Any:
 def _tell(cell: Cell) -> dict[str, str]:
     model = cell.model()
     optimizer = cell.optimizer(model)
-    optimizer._optimizer.defaults["extra"] = None  # as an optimizer of the user's own may have
+    optimizer._inner.defaults["extra"] = None  # as an optimizer of the user's own may have
     told = {}
     for kind, names in (("others", OTHERS), ("alike", ALIKE)):
         for name in names:

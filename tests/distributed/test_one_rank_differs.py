@@ -159,7 +159,7 @@ TRAINED = [
     ),
     Difference(
         "a step hook",
-        lambda net, optimizer: optimizer._optimizer.register_step_pre_hook(lambda *_: None),
+        lambda net, optimizer: optimizer._inner.register_step_pre_hook(lambda *_: None),
         "AdamW's own step(), backend ",
         REPLICATED,
     ),

@@ -22,11 +22,11 @@ def _full_disk(*_: object) -> None:
 
 
 def _first_group(part: DistributedOptimizer) -> dict[str, Any]:
-    return part._optimizer.param_groups[0]
+    return part._inner.param_groups[0]
 
 
 def _first_state(part: DistributedOptimizer) -> dict[str, Any]:
-    return part._optimizer.state[_first_group(part)["params"][0]]
+    return part._inner.state[_first_group(part)["params"][0]]
 
 
 SAVE_BREAKS: dict[str, tuple[Break, str]] = {

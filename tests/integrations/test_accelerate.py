@@ -456,7 +456,7 @@ def test_adapters_and_8_bit_moments() -> None:
     seen = with_accelerate(accelerator, prepared_model, prepared, norm=0.1)
     assert (seen.skips, seen.scales) == (expected.skips, expected.scales)
     assert same_bits(snapshot(optimizer, module), snapshot(plain, reference))
-    for entries in optimizer._optimizer.state.values():
+    for entries in optimizer._inner.state.values():
         assert (entries["exp_avg"].dtype, entries["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
     moved = {name for name, param in module.named_parameters() if not bits_equal(param, before[name])}
     assert moved == {name for name in before if "lora" in name}

@@ -134,7 +134,7 @@ def _sharded_by_plugin(folder: str, reduce: torch.dtype | None) -> tuple[Ran, bo
         ran = _ran(accelerator, prepared_model, prepared, optimizer)
         gc.collect()
         assert [ref() for ref in whole] == [None] * len(whole)  # neither they nor their state stay in memory
-        assert len(optimizer._optimizer.state) == len(whole)
+        assert len(optimizer._inner.state) == len(whole)
         scale = optimizer.get_loss_scale()
         accelerator.save_state(folder)
         with_accelerate(accelerator, prepared_model, prepared, steps=range(4))

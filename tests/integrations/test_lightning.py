@@ -149,7 +149,7 @@ def test_a_second_fit_starts_anew_on_the_same_plugin() -> None:
     [first, *_] = run.predict(module, loader(1))
     assert first.dtype == torch.bfloat16
     assert set(seen) == {torch.bfloat16}
-    assert type(run.optimizers[0]._optimizer) is torch.optim.AdamW
+    assert type(run.optimizers[0]._inner) is torch.optim.AdamW
 
 
 def test_a_training_step_that_returns_none_leaves_out_the_step() -> None:

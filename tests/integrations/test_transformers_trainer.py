@@ -191,7 +191,7 @@ def test_any_other_optimizer(tmp_path: Path) -> None:
         model=llama(torch.float16), args=args, train_dataset=Samples(), optimizer_cls_and_kwargs=chosen
     )
     trainer.train()
-    assert isinstance(optimizer_of(trainer)._optimizer, torch.optim.NAdam)
+    assert isinstance(optimizer_of(trainer)._inner, torch.optim.NAdam)
     reset()
     config = OptimizerConfig(fp16=True, lr=RATE, initial_loss_scale=2.0**9)
     factory: Any = (lambda: partial(build_optimizer, config), {})

@@ -68,7 +68,7 @@ def test_biases_and_norms_are_not_decayed() -> None:
     assert {name for name, value in decay.items() if value} == {"0.weight", "4.weight"}
     assert set(decay) == {name for name, _ in module.named_parameters()}
     assert isinstance(optimizer, MixedPrecisionOptimizer)
-    assert isinstance(optimizer._optimizer, torch.optim.AdamW)
+    assert isinstance(optimizer._inner, torch.optim.AdamW)
 
 
 def test_overrides_apply_in_order() -> None:
@@ -109,12 +109,12 @@ def test_kinds_and_chunks() -> None:
     """Adam without decoupled decay, SGD with momentum; chunks have prefixed names, tied weights are taken once."""
     adam = build_optimizer(OptimizerConfig(lr=0.1, decoupled_weight_decay=False), nn.Linear(2, 2))
     assert isinstance(adam, MixedPrecisionOptimizer)
-    assert type(adam._optimizer) is torch.optim.Adam
+    assert type(adam._inner) is torch.optim.Adam
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
     optimizer = build_optimizer(OptimizerConfig(lr=0.1, optimizer="sgd"), [first, second])
     assert isinstance(optimizer, MixedPrecisionOptimizer)
-    assert isinstance(optimizer._optimizer, torch.optim.SGD)
+    assert isinstance(optimizer._inner, torch.optim.SGD)
     assert optimizer.param_groups[0]["momentum"] == 0.9
     assert sorted(name for name, _ in optimizer.main_params()) == ["0.bias", "0.weight", "1.bias"]
 

@@ -53,7 +53,7 @@ def test_an_optimizer_says_what_it_is() -> None:
 def _held(mains: int, optimizer: MixedPrecisionOptimizer) -> str:
     state = sum(
         value.nbytes
-        for own in optimizer._optimizer.state.values()
+        for own in optimizer._inner.state.values()
         for value in own.values()
         if isinstance(value, torch.Tensor)
     )

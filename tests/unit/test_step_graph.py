@@ -13,7 +13,7 @@ from tests.training import INNER, Sign, grad_of, model, same_bits, set_grads, sn
 
 def _hooked() -> MixedPrecisionOptimizer:
     optimizer = wrap(model())
-    optimizer._optimizer.register_step_post_hook(lambda *_: None)
+    optimizer._inner.register_step_post_hook(lambda *_: None)
     return optimizer
 
 

@@ -148,7 +148,7 @@ def _leave_and_return(_: nn.Parameter, optimizer: MixedPrecisionOptimizer) -> No
 
 MOVED: dict[str, Callable[[nn.Parameter, MixedPrecisionOptimizer], object]] = {
     "a weight": lambda param, _: _move(param),
-    "a moment": lambda param, optimizer: optimizer._optimizer.state[param].update(exp_avg=torch.zeros_like(param)),
+    "a moment": lambda param, optimizer: optimizer._inner.state[param].update(exp_avg=torch.zeros_like(param)),
     "weight_decay": lambda _, optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
     "clip_grad": lambda _, optimizer: setattr(optimizer, "clip_grad", 0.25),
 }
@@ -219,7 +219,7 @@ def _held_memory(device: FakeDevice) -> list[bool]:
     give_grads(params)
     graph = StepGraph(optimizer)
     weight = StorageWeakRef(params[0].untyped_storage())
-    moment = StorageWeakRef(optimizer._optimizer.state[params[0]]["exp_avg"].untyped_storage())
+    moment = StorageWeakRef(optimizer._inner.state[params[0]]["exp_avg"].untyped_storage())
     _move(params[0])
     optimizer.step()  # from now on the graph alone knows the memory of the weight
     are_there = [not weight.expired()]

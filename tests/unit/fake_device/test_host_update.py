@@ -40,7 +40,7 @@ def _train(
             if overlap:  # the thread's calls belong to its step
                 optimizer._member.main_params.wait()
         steps.append(seen)
-    places = [value.device.type for entry in optimizer._optimizer.state.values() for value in entry.values()]
+    places = [value.device.type for entry in optimizer._inner.state.values() for value in entry.values()]
     places += [main.device.type for _, main in optimizer.main_params()]
     return steps, forwards, places, threading.get_ident()
 
@@ -105,7 +105,7 @@ def _exchange(device: FakeDevice) -> list[Any]:
     optimizer.scale_loss(model(batch).float().square().mean()).backward()
     optimizer.step()
     first, *_, last = model.parameters()
-    state, names = optimizer._optimizer.state, ("exp_avg", "exp_avg_sq")
+    state, names = optimizer._inner.state, ("exp_avg", "exp_avg_sq")
     before = [state[param][name].cpu().clone() for param in (last, first) for name in names]
     state[first], state[last] = state[last], state[first]
     optimizer.state_dict()

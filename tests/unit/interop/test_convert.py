@@ -82,7 +82,7 @@ def test_state_of_other_shapes_and_entries_of_its_own() -> None:
     scaler = DynamicGradScaler()
     optimizer = MixedPrecisionOptimizer(Counting(half.named_parameters()), None, scaler)
     optimizer.load_state_dict(dict(converted.state_dict) | {"grad_scaler": scaler.state_dict()})
-    assert optimizer._optimizer.count == 5  # type: ignore[attr-defined]
+    assert optimizer._inner.count == 5  # type: ignore[attr-defined]
     for key, value in inner.state[model.weight].items():
         assert bits_equal(optimizer.state[half.weight][key], value)
 

@@ -74,7 +74,7 @@ def test_a_backend_without_a_kernel_runs_the_references(remainders: bool) -> Non
                 param.copy_(torch.arange(param.numel()).view(param.shape) / 8)
         config = OptimizerConfig(bf16=True, backend="torch", store_param_remainders=remainders)
         optimizer = MixedPrecisionOptimizer(megascale.Lion(model.parameters(), lr=0.125), config)
-        optimizer._member.update = KernelUpdate(optimizer._optimizer, backend, config, BY_NAME["lion"])
+        optimizer._member.update = KernelUpdate(optimizer._inner, backend, config, BY_NAME["lion"])
         for _ in range(3):
             for param in model.parameters():
                 param.grad = torch.full_like(param, 0.5)

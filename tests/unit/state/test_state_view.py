@@ -34,7 +34,7 @@ def test_entries() -> None:
     """Each parameter's own entries, live, then ours; the main param is the live one; the scaler's are its values."""
     module, optimizer = _trained()
     weight = module.first.weight
-    entries, own = optimizer.state[weight], optimizer._optimizer.state[weight]
+    entries, own = optimizer.state[weight], optimizer._inner.state[weight]
     assert list(entries) == [*OWN, *ADDED]
     assert len(entries) == len(OWN) + len(ADDED)
     assert all(entries[name] is own[name] for name in OWN)
@@ -106,18 +106,18 @@ def test_a_loop_that_moves_the_state(move: Callable[[MixedPrecisionOptimizer], N
     twin_module, twin = _trained(**stored)
     held = dict(optimizer.main_params())
     places = {name: main.data_ptr() for name, main in held.items()}
-    inner = optimizer._optimizer.state[module.first.weight]["exp_avg"].data_ptr()
+    inner = optimizer._inner.state[module.first.weight]["exp_avg"].data_ptr()
     move(optimizer)
-    assert optimizer._optimizer.state[module.first.weight]["exp_avg"].data_ptr() != inner
+    assert optimizer._inner.state[module.first.weight]["exp_avg"].data_ptr() != inner
     assert all(
-        next(iter(entries)) in OWN and not set(entries) & set(ADDED) for entries in optimizer._optimizer.state.values()
+        next(iter(entries)) in OWN and not set(entries) & set(ADDED) for entries in optimizer._inner.state.values()
     )
     if "store_param_remainders" not in stored:
         assert all(main is held[name] and main.data_ptr() == places[name] for name, main in optimizer.main_params())
     for step in (5, 6):
         _step(module, optimizer, step)
         _step(twin_module, twin, step)
-    assert optimizer._optimizer.state[module.first.weight]["exp_avg"].data_ptr() == inner
+    assert optimizer._inner.state[module.first.weight]["exp_avg"].data_ptr() == inner
     assert same_bits(snapshot(optimizer, module), snapshot(twin, twin_module))
 
 
@@ -170,7 +170,7 @@ def test_a_copy_of_a_main_param_that_is_not_finite_may_be_assigned() -> None:
 def test_own_entries_are_written_through() -> None:
     """What the wrapped optimizer keeps may be set, deleted and dropped, as in its own state."""
     module, optimizer = _trained()
-    weight, inner = module.first.weight, optimizer._optimizer
+    weight, inner = module.first.weight, optimizer._inner
     mine = {name: torch.ones(6, 4) for name in OWN[1:]}
     optimizer.state[weight] = mine
     assert inner.state[weight] is mine
@@ -196,7 +196,7 @@ def test_own_entries_are_written_through() -> None:
 def test_the_whole_state_is_assigned() -> None:
     """Itself: nothing changes. Another mapping: its entries are the wrapped optimizer's."""
     _, optimizer = _trained()
-    inner, held = optimizer._optimizer, optimizer._optimizer.state
+    inner, held = optimizer._inner, optimizer._inner.state
     optimizer.state = optimizer.state
     assert inner.state is held
     mine: Any = defaultdict(dict, held)
@@ -211,7 +211,7 @@ def test_the_whole_state_is_assigned() -> None:
 def test_entries_that_are_kept_do_not_keep_the_wrapper() -> None:
     """Invariant 11: the torch optimizer is free when the wrapper is dropped, whoever looks at its state still."""
     module, optimizer = _trained()
-    inner, entries = optimizer._optimizer, optimizer.state[module.first.weight]
+    inner, entries = optimizer._inner, optimizer.state[module.first.weight]
     main = entries["main_param"]
     del optimizer
     assert entries["main_param"] is main

@@ -275,7 +275,7 @@ def test_names_of_ours_are_taken() -> None:
     """An optimizer that has an entry of one of our names is refused by name, not mixed up."""
     module = model()
     optimizer = constant(module, INNER["sgd"], 1.0)
-    optimizer._optimizer.state[module.first.weight]["main_param"] = torch.zeros(1)
+    optimizer._inner.state[module.first.weight]["main_param"] = torch.zeros(1)
     message = r"'first.weight' has entries called \['main_param'\]"
     with pytest.raises(StateDictError, match=message):
         get_optimizer_state_dict(module, optimizer)

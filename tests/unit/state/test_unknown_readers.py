@@ -162,7 +162,7 @@ def test_a_copy_of_a_chain_loads(read: Callable[[Optimizer, Path], dict[str, Any
 def test_a_copy_without_the_added_entries_is_a_torch_optimizers() -> None:
     """As a program saves it that drops what a torch optimizer does not have: what it lacks is not lost in silence."""
     module, optimizer = _trained()
-    inner = _with_groups(optimizer, dict(enumerate(copy.deepcopy(list(optimizer._optimizer.state.values())))))
+    inner = _with_groups(optimizer, dict(enumerate(copy.deepcopy(list(optimizer._inner.state.values())))))
     before = optimizer.state_dict()
     with pytest.warns(UserWarning, match="no main params .* taken from the model's weights"):
         optimizer.load_state_dict(inner)

@@ -214,7 +214,7 @@ def test_codes_that_torch_has_cast_are_refused(options: dict[str, Any]) -> None:
         source, target = odd(dtype), odd(dtype)
         compact, bare = optimizer_of(source, **BOTH), INNER["adamw_fused"](target)
         steps(source, compact, 0, 1)
-        bare.load_state_dict(compact._optimizer.state_dict())
+        bare.load_state_dict(compact._inner.state_dict())
         with pytest.raises(UsageError, match=r"beside exp_avg_scale: codes of torch.int8, which load_state_dict"):
             constant(target, partial(_given, bare), 256.0, **options)
 
@@ -239,7 +239,7 @@ def test_scales_of_another_form_are_read_as_their_values(backend: str, kind: str
         for step in range(3):
             set_grads(module, seed=step, scale=256.0)
             if step == 1:
-                for state in optimizer._optimizer.state.values():
+                for state in optimizer._inner.state.values():
                     state.update(
                         {name: change(v) for name, v in list(state.items()) if name.endswith("_scale") and len(v)}
                     )
@@ -264,7 +264,7 @@ def _with_apex(module: Bag) -> None:
 
 def _by_its_own_step(module: Bag) -> None:
     optimizer = optimizer_of(module, **BOTH)
-    optimizer._optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer._inner.register_step_pre_hook(lambda *_: None)
     set_grads(module, 0, 256.0)
     optimizer.step()
 

@@ -330,7 +330,7 @@ def test_an_own_step_is_refused_in_host_memory() -> None:
     """A step hook needs it: the step changes nothing."""
     module, optimizer = _build(WAIT)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    hook = optimizer._optimizer.register_step_pre_hook(lambda *_: None)
+    hook = optimizer._inner.register_step_pre_hook(lambda *_: None)
     with pytest.raises(UsageError, match=r"its own step\(\) must run"):
         _step(module, optimizer, 0)
     assert same_values(module.state_dict(), before)

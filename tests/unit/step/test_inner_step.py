@@ -32,7 +32,7 @@ def test_step_of_the_wrapped_optimizer_is_refused(kind: str) -> None:
         assert optimizer.step().success
         before = snapshot(optimizer, module)
         with pytest.raises(UsageError, match=r"\.step\(\) was called, but a MixedPrecisionOptimizer wraps .* call the"):
-            optimizer._optimizer.step()
+            optimizer._inner.step()
         assert same_bits(before, snapshot(optimizer, module))
 
 

@@ -42,12 +42,12 @@ def test_step_that_is_not_one_number_is_refused(step: str) -> None:
     """Invariant 10: before a bit changes, where it was put into the state, and where a trained optimizer is wrapped."""
     change, message = STEPS[step]
     params, optimizer = _trained()
-    state = optimizer._optimizer.state[params[1]]
+    state = optimizer._inner.state[params[1]]
     right, before = state["step"], [param.detach().clone() for param in params]
     state["step"] = change(right)
     with pytest.raises(UsageError, match=rf"state\['1'\]\['step'\] {message}"):
         optimizer.step()
-    inner = optimizer._optimizer
+    inner = optimizer._inner
     del optimizer
     with pytest.raises(UsageError, match=rf"state\['1'\]\['step'\] {message}"):
         MixedPrecisionOptimizer(inner)

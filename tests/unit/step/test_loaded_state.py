@@ -43,17 +43,17 @@ def _loaded(cell: Cell, chained: bool = False) -> tuple[bool, bool, bool]:
         stepping = ChainedOptimizer([optimizer]) if chained else optimizer
         for step in range(4):
             if step == 3:
-                saved = deepcopy(optimizer._optimizer.state_dict())
+                saved = deepcopy(optimizer._inner.state_dict())
                 untouched = deepcopy(saved)
-                before = _states(optimizer._optimizer)
+                before = _states(optimizer._inner)
                 if loads:
-                    optimizer._optimizer.load_state_dict(saved)
-                    given.append(_alike(before, _states(optimizer._optimizer)))
+                    optimizer._inner.load_state_dict(saved)
+                    given.append(_alike(before, _states(optimizer._inner)))
             loss = model([grad * 2.0**-9 for grad in integers(cell.shapes, step)])
             stepping.scale_loss(loss).backward()
             stepping.step()
             stepping.zero_grad()
-        lives.append(_states(optimizer._optimizer) + [to_local(weight.detach()) for weight in model.parameters()])
+        lives.append(_states(optimizer._inner) + [to_local(weight.detach()) for weight in model.parameters()])
         kept = [
             [to_local(value).clone() for state in one["state"].values() for value in state.values()]
             for one in (saved, untouched)
@@ -85,7 +85,7 @@ def test_what_is_no_moment_of_one_parameter_is_loaded_too(inner: str) -> None:
         cell.backward(optimizer, model, integers(cell.shapes, step))
         optimizer.step()
         optimizer.zero_grad()
-    own = optimizer._optimizer
+    own = optimizer._inner
     before = _flat(deepcopy(own.state_dict())["state"])
     own.load_state_dict(deepcopy(own.state_dict()))
     after = _flat(own.state_dict()["state"])
@@ -144,12 +144,12 @@ def test_groups_that_do_not_fit_are_torchs_error_and_change_nothing() -> None:
     optimizer = cell.optimizer(model)
     cell.backward(optimizer, model, integers(cell.shapes, 0))
     optimizer.step()
-    before = _states(optimizer._optimizer)
-    saved = optimizer._optimizer.state_dict()
+    before = _states(optimizer._inner)
+    saved = optimizer._inner.state_dict()
     saved["param_groups"][0]["params"] = saved["param_groups"][0]["params"][:-1]
     with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
-        optimizer._optimizer.load_state_dict(saved)
-    assert _alike(before, _states(optimizer._optimizer))
+        optimizer._inner.load_state_dict(saved)
+    assert _alike(before, _states(optimizer._inner))
 
 
 def test_the_hook_goes_with_its_wrapper() -> None:

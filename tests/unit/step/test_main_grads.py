@@ -92,7 +92,7 @@ def _life(cell: Cell, remainders: bool, kind: str) -> dict[str, Any]:
 
     def call(name: str, **options: Any) -> None:
         with optimizer.main_grads() as inner:
-            assert inner is optimizer._optimizer
+            assert inner is optimizer._inner
             getattr(inner, name)(**options)
 
     LIVES[kind][1](optimizer, lambda seed: cell.backward(optimizer, model, integers(cell.shapes, seed)), call)
@@ -129,7 +129,7 @@ def test_methods_see_main_params_and_unscaled_gradients(
 
 def _everything(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     """Return copies of all that a loan may change."""
-    inner = optimizer._optimizer
+    inner = optimizer._inner
     return (
         values_in(optimizer.state_dict())
         | values_in([whole(weight) for weight in model.parameters()], "weights")
@@ -443,7 +443,7 @@ def _careless(cell: Cell, culprits: tuple[int, ...]) -> tuple[type[Exception], s
     if (dist.get_rank() if dist.is_initialized() else 0) in culprits:
         for group in optimizer.param_groups:  # as it is with param.grad: ZeRO-1 and FSDP2 have gradients elsewhere
             for p in group["params"]:
-                optimizer._optimizer.state[p]["hessian"] = torch.zeros_like(p)
+                optimizer._inner.state[p]["hessian"] = torch.zeros_like(p)
     with pytest.raises(Exception) as caught:  # noqa: PT011
         optimizer.step()
     weights = zip(before, model.parameters(), strict=True)
@@ -475,6 +475,6 @@ def test_state_that_is_16_bit_on_purpose_stays_so() -> None:
         optimizer.get_loss_scale()
         assert optimizer.step().success
         inner.step()
-    assert {state["m"].dtype for state in optimizer._optimizer.state.values()} == {torch.bfloat16}
+    assert {state["m"].dtype for state in optimizer._inner.state.values()} == {torch.bfloat16}
     for weight, right in zip(model.parameters(), alone.parameters(), strict=True):
         assert bits_equal(weight, right.detach().half())

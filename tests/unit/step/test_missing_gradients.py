@@ -136,7 +136,7 @@ def test_state_of_a_parameter_without_a_gradient_is_taken_in(cell: Cell, ranks: 
 def _removed(cell: Cell) -> tuple[bool, str, bool]:
     model = cell.model(SHAPES[:3])
     optimizer = cell.optimizer(model)
-    weights, state = list(model.parameters()), optimizer._optimizer.state
+    weights, state = list(model.parameters()), optimizer._inner.state
 
     def step(missing: list[int]) -> bool:
         grads = [None if index in missing else grad for index, grad in enumerate(integers(SHAPES[:3], 1))]

@@ -159,7 +159,7 @@ def test_attention_of_several_heads_is_hidden(attention: str, head: str) -> None
     config = OptimizerConfig(optimizer="muon", lr=1e-2)
     chain = build_optimizer(config, module)
     assert isinstance(chain, ChainedOptimizer)
-    names = {type(one._optimizer).__name__: one._param_names() for one in chain._optimizers}
+    names = {type(one._inner).__name__: one._param_names() for one in chain._optimizers}
     assert names["Muon"] == [f"{attention}.in_proj_weight", f"{attention}.out_proj.weight"]
     assert f"{head}.weight" in names["AdamW" if "AdamW" in names else "Adam"]
 
@@ -172,7 +172,7 @@ def test_config_gives_hidden_matrices_to_muon() -> None:
     model = _Model().half()
     optimizer = build_optimizer(config, model, overrides={"gate.*": {"optimizer": "adam", "lr_mult": 0.5}})
     assert isinstance(optimizer, ChainedOptimizer)
-    inner = {type(one._optimizer).__name__: one for one in optimizer._optimizers}
+    inner = {type(one._inner).__name__: one for one in optimizer._optimizers}
     assert inner.keys() == {"Muon", "AdamW"}
     assert [name for name, _ in inner["Muon"].main_params()] == ["hidden.weight"]
     assert {group["lr"] for group in inner["AdamW"].param_groups} == {1e-3, 5e-4}

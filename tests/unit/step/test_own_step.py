@@ -162,7 +162,7 @@ def test_what_torchs_step_cannot_use_is_its_error(wrong: str) -> None:
     if where == "option":
         optimizer.param_groups[2]["alpha"] = value
     else:
-        optimizer._optimizer.state[module.params[2]]["square_avg"] = value
+        optimizer._inner.state[module.params[2]]["square_avg"] = value
     with pytest.raises(InnerStepError, match=r"RMSprop.step\(\) raised \w+: .*; some main params may be updated"):
         optimizer.step()
     for (_, main), param in zip(optimizer.main_params(), module.params, strict=True):
