@@ -81,6 +81,7 @@ class _Backend(TritonBackend):
         arguments: tuple[Any, ...],
         constants: dict[str, Any],
         options: dict[str, Any] = OPTIONS,
+        kept: list[Any] | None = None,
     ) -> None:
         kernel[(programs,)](*arguments, **constants, **options, enable_fp_fusion=False)
 

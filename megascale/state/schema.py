@@ -225,20 +225,15 @@ def check_state(name: str, state: Any, param: Tensor, required: Collection[str])
             check_codes(name, key, state, param)
         elif key != "step":
             check_tensor(name, key, state[key], param)
-    if "step" in state:
-        _require_count(name, state["step"])
-    portable(state, f"state[{name!r}]", copy=False)
-    for key, value in state.items():
-        _require_values(f"{key} of {name!r}", value)
-
-
-def _require_count(name: str, step: Any) -> None:
-    """Raise StateDictError unless the saved ``step`` of the parameter ``name`` is one number."""
+    step = state.get("step", 0)
     if not isinstance(step, (int, float)) and not (
         isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex()
     ):
         described = f"{step.dtype} tensor" if isinstance(step, Tensor) else f"{step!r} of type {type(step).__name__}"
         raise StateDictError(f"optimizer state of {name!r} has a step that is not one number: {described}")
+    portable(state, f"state[{name!r}]", copy=False)
+    for key, value in state.items():
+        _require_values(f"{key} of {name!r}", value)
 
 
 def check_codes(name: str, key: str, state: Mapping[str, Any], param: Tensor) -> None:

@@ -1,7 +1,6 @@
 """The rules of :mod:`megascale.rules` on kernels, which read ``found_inf`` on the device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -91,8 +90,8 @@ class KernelUpdate(GeneralUpdate):
             obstacles = [self.rule.obstacle(pending.options) for pending in updates]
             return self.prepare_own_step(updates, next(filter(None, obstacles), "step hooks: remove them"))
         return [
-            replace(pending, call=self._call(pending.unit, pending.options, has_same_options=same))
-            for pending, same in zip(updates, are_same, strict=True)
+            PendingUpdate(one.options, one.unit, one.grads, self._call(one.unit, one.options, has_same_options=same))
+            for one, same in zip(updates, are_same, strict=True)
         ]
 
     def prepare_own_step(self, updates: Sequence[PendingUpdate], why: str) -> list[PendingUpdate]:

@@ -150,22 +150,41 @@ class TritonBackend(ReferenceBackend):
     def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
-        betas = (hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2)
-        logs = (math.log(beta) if beta > 0 else -math.inf for beta in (hyper.beta1, hyper.beta2))
-        factors = (*betas, *logs, hyper.eps)
+
+        def factors() -> tuple[float, ...]:
+            betas = (hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2)
+            logs = (math.log(beta) if beta > 0 else -math.inf for beta in (hyper.beta1, hyper.beta2))
+            return (*betas, *logs, hyper.eps)
+
         return self._apply("adam", super().adam_, operands, hyper, decision, names, factors, counts_steps=True)
 
     def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["momentum_buffer"] if hyper.momentum != 0 else []
-        factors = (hyper.momentum, 1 - hyper.dampening, 0, 0, 0, 0, 0)
         counts = hyper.momentum != 0 and hyper.dampening != 0
-        return self._apply("sgd", super().sgd_, operands, hyper, decision, names, factors, counts_steps=counts)
+        return self._apply(
+            "sgd",
+            super().sgd_,
+            operands,
+            hyper,
+            decision,
+            names,
+            lambda: (hyper.momentum, 1 - hyper.dampening, 0, 0, 0, 0, 0),
+            counts_steps=counts,
+        )
 
     def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
-        factors = (hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, 0, 0, 0)
-        return self._apply("lion", super().lion_, operands, hyper, decision, ["exp_avg"], factors, counts_steps=False)
+        return self._apply(
+            "lion",
+            super().lion_,
+            operands,
+            hyper,
+            decision,
+            ["exp_avg"],
+            lambda: (hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, 0, 0, 0),
+            counts_steps=False,
+        )
 
     def _apply(
         self,
@@ -175,7 +194,7 @@ class TritonBackend(ReferenceBackend):
         hyper: AdamHyper | SgdHyper | LionHyper,
         decision: Decision,
         names: list[str],
-        factors: Iterable[float],
+        factors: Callable[[], Iterable[float]],
         *,
         counts_steps: bool,
     ) -> Tensor:
@@ -184,7 +203,7 @@ class TritonBackend(ReferenceBackend):
         Args:
             rule: the kernel's name of it.
             names: of the states that the rule updates.
-            factors: the kernel's, from ``beta1`` to ``eps``.
+            factors: returns the kernel's, from ``beta1`` to ``eps``.
             counts_steps: whether the kernel reads step counts and adds to them.
         """
         device = self._check(operands.main[0].device)
@@ -204,29 +223,37 @@ class TritonBackend(ReferenceBackend):
         addresses = plan.addresses_of(grads)
         flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
         rate = self._rate(hyper.lr, device)
-        numbers = (*map(float, factors), float(hyper.weight_decay))
-        options = vars(hyper)
-        is_decoupled = options.get("decoupled", rule == "lion")
-        constants = {
-            "RULE": rule,
-            "HELD": len(operands.remainder) > 0,
-            "CODES": operands.has_codes,
-            "COUNTS": counts_steps,
-            "DECOUPLED": is_decoupled,
-            "NESTEROV": options.get("nesterov", False),
-            "L2": hyper.weight_decay != 0 and not is_decoupled,
-            "MAXIMIZE": hyper.maximize,
-        }
-        for table in plan.tables:
-            _, model, *moments = [*self._dtypes(table), None, None, None]
-            dtypes = dict(zip(("AVG_DTYPE", "SQ_DTYPE", "MAX_DTYPE"), moments, strict=False))
-            dtypes |= {"MODEL_DTYPE": model, "GRAD_DTYPE": self._kernels.LANGUAGE_DTYPES[table.grad_dtype]}
-            self._update(
-                self._kernels.update_kernel,
-                table,
-                (addresses, flags, decision.found_inf, decision.coefficient, rate, *numbers),
-                constants | dtypes,
-            )
+        # A number of a schedule is another one in each step. It is written to the device, and no part of a launch.
+        options = {**vars(hyper), "lr": rate.dtype}
+        if plan.options != options:
+            is_decoupled = options.get("decoupled", rule == "lion")
+            constants = {
+                "RULE": rule,
+                "HELD": len(operands.remainder) > 0,
+                "CODES": operands.has_codes,
+                "COUNTS": counts_steps,
+                "DECOUPLED": is_decoupled,
+                "NESTEROV": options.get("nesterov", False),
+                "L2": hyper.weight_decay != 0 and not is_decoupled,
+                "MAXIMIZE": hyper.maximize,
+            }
+            numbers = (*map(float, factors()), float(hyper.weight_decay))
+            plan.options, plan.launches = options, []
+            for table in plan.tables:
+                _, model, *moments = [*self._dtypes(table), None, None, None]
+                dtypes = {
+                    **dict(zip(("AVG_DTYPE", "SQ_DTYPE", "MAX_DTYPE"), moments, strict=False)),
+                    "MODEL_DTYPE": model,
+                    "GRAD_DTYPE": self._kernels.LANGUAGE_DTYPES[table.grad_dtype],
+                }
+                limited = FP16_OPTIONS if table.dtypes[1] == torch.float16 else OPTIONS
+                of_adam = CODES_OPTIONS if operands.has_codes else limited
+                of_triton = of_adam if rule == "adam" else OPTIONS
+                plan.launches.append((numbers, constants | dtypes | self._sizes(table), of_triton, []))
+        for table, (numbers, constants, of_triton, code) in zip(plan.tables, plan.launches, strict=True):
+            tensors = (table.rows, table.chunk_rows, table.counters, addresses, flags)
+            arguments = (*tensors, decision.found_inf, decision.coefficient, rate, *numbers)
+            self._launch(self._kernels.update_kernel, len(table.chunk_rows), arguments, constants, of_triton, code)
         torch.autograd.graph.increment_version(grads.beside(operands.model))  # autograd must see the written weights
         return flags.view(torch.bool)
 
@@ -257,7 +284,8 @@ class TritonBackend(ReferenceBackend):
         for table in plan.tables:
             constants = {"MODEL_DTYPE": self._dtypes(table)[1], "ENCODE": found_inf is not None}
             skips = flags if found_inf is None else found_inf  # decoding reads neither
-            self._update(self._kernels.hold_kernel, table, (flags, skips), constants)
+            tensors = (table.rows, table.chunk_rows, table.counters, flags, skips)
+            self._launch(self._kernels.hold_kernel, len(table.chunk_rows), tensors, constants | self._sizes(table))
         return flags
 
     def _check(self, device: torch.device) -> torch.device:
@@ -297,18 +325,6 @@ class TritonBackend(ReferenceBackend):
             block = min(max(1 << (table.longest - 1).bit_length(), GROUP), most)
         return {"COLUMNS": table.rows.shape[1], "CHUNK": chunk, "BLOCK": min(block, chunk)}
 
-    def _update(self, kernel: Any, table: DeviceTable, arguments: Iterable[Any], constants: dict[str, Any]) -> None:
-        options = OPTIONS
-        if constants.get("RULE") == "adam" and (constants["CODES"] or table.dtypes[1] == torch.float16):
-            options = CODES_OPTIONS if constants["CODES"] else FP16_OPTIONS
-        self._launch(
-            kernel,
-            len(table.chunk_rows),
-            (table.rows, table.chunk_rows, table.counters, *arguments),
-            {**constants, **self._sizes(table)},
-            options,
-        )
-
     def _launch(
         self,
         kernel: Any,
@@ -316,8 +332,9 @@ class TritonBackend(ReferenceBackend):
         arguments: tuple[Any, ...],
         constants: dict[str, Any],
         options: dict[str, Any] = OPTIONS,
+        kept: list[Any] | None = None,
     ) -> None:
-        launch(kernel, programs, arguments, constants, options)
+        launch(kernel, programs, arguments, constants, options, kept)
 
 
 def _plan_of(operands: Operands, names: list[str], counts_steps: bool, grads: TensorList) -> Plan:

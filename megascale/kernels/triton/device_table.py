@@ -8,7 +8,7 @@ share, beside the tables. A missing gradient has address 0, an empty one address
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -71,11 +71,16 @@ class Plan:
     """The tables of one call; none where kernels cannot read all of its tensors.
 
     Attributes:
+        options: of the newest update, on which ``launches`` depend.
+        launches: for each table, what its launch has beside tensors: numbers, constants, options, and its code,
+            once it is found.
         places: what tells the addresses of the newest gradients apart from others.
         addresses: of these gradients, on the device.
     """
 
     tables: tuple[DeviceTable, ...]
+    options: Mapping[str, Any] | None = None
+    launches: list[tuple[tuple[float, ...], dict[str, Any], dict[str, Any], list[Any]]] = field(default_factory=list)
     places: bytes = b""
     addresses: Tensor | None = None
 
