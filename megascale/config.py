@@ -124,7 +124,8 @@ class OptimizerConfig(StepConfig):
         max_loss_scale: The dynamic loss scale never grows above it (megascale's). None: as long as fp32 holds
             it. Default: None.
         loss_scale_window: Clean steps before the dynamic loss scale grows. Default: 1000.
-        hysteresis: Overflows before the dynamic loss scale backs off. Default: 2.
+        hysteresis: At which overflow the dynamic loss scale backs off, and at each later one, until it is replenished.
+            Default: 2.
         hysteresis_reset: When hysteresis is replenished: "growth", with the growth of the scale, or
             "clean_step", after each clean step (megascale's). Default: "growth".
         loss_scale_growth_factor: What the dynamic loss scale is multiplied by when it grows (megascale's; a

@@ -189,7 +189,7 @@ class DynamicGradScaler(MegatronGradScaler):
         growth_factor: above 1.
         backoff_factor: between 0 and 1, exclusive.
         growth_interval: clean steps before the scale grows.
-        hysteresis: overflows before the scale backs off. Once they are used up every further overflow backs off.
+        hysteresis: at which overflow the scale backs off; then it does so at each, until hysteresis is replenished.
         max_scale: the scale never grows above it. None: as long as fp32 holds it and its reciprocal.
         hysteresis_reset: when hysteresis is replenished: "growth" (only when the scale grows; Megatron-Core) or
             "clean_step" (by every clean step, so that it counts overflows in a row; apex, DeepSpeed's consecutive

@@ -69,8 +69,8 @@ class GradScaler(torch.amp.GradScaler):
         enabled: False: :meth:`step` calls the optimizer's, everything else does nothing.
         loss_scale: "dynamic" or None: the scale follows overflows. A number: the constant scale, in place of
             ``init_scale``; steps that overflow are skipped (Cerebras's argument).
-        hysteresis: overflows before the scale backs off; see :class:`megascale.DynamicGradScaler`.
-        hysteresis_reset: what replenishes them: "growth", or "clean_step", so that it counts overflows in a row.
+        hysteresis: at which overflow the scale backs off; see :class:`megascale.DynamicGradScaler`.
+        hysteresis_reset: what replenishes it: "growth", or "clean_step", so that it counts overflows in a row.
         min_scale: the scale never falls below it. The default, 2**-126, is the smallest normal fp32 number: a smaller
             scale, and then its gradients, would be subnormal. Above it torch's scale is the same.
         max_scale: the scale never grows above it. None: only fp32 limits it, as in torch.

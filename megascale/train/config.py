@@ -50,7 +50,7 @@ class ScalerConfig:
     growth_factor: float = _key(2.0, "What the dynamic scale is multiplied by when it grows; above 1")
     backoff_factor: float = _key(0.2, "What the dynamic scale is multiplied by when it backs off; between 0 and 1")
     growth_interval: int = _key(16, "Clean steps before the dynamic scale grows")
-    hysteresis: int = _key(1, "Overflows before the dynamic scale backs off")
+    hysteresis: int = _key(1, "At which overflow the dynamic scale backs off")
     hysteresis_reset: Reset = _key(Reset.growth, "What replenishes hysteresis: growth, or each clean_step (apex)")
 
 
