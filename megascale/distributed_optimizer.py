@@ -43,7 +43,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     update of an element reads no other element. By parameters: each parameter has one owner, whose optimizer sees it
     whole; for Muon, Adafactor, LAMB, Shampoo and any other whose update of a parameter reads no other parameter. One
     that takes a norm over all parameters is refused where that is known, as LAMB's with ``max_grad_norm``.
-    Owners are chosen longest first by a cost that is a function of the shape: :mod:`megascale.grad_sync.owners`.
+    Parameters get owners costliest first, by a cost computed from the shape: :mod:`megascale.grad_sync.owners`.
 
     ``state`` holds this rank's 1-D pieces or whole parameters, :meth:`main_params` yields them. :meth:`state_dict` is
     whole: gathered into host memory, it loads into a MixedPrecisionOptimizer too. :mod:`megascale.checkpoint` gathers
@@ -148,7 +148,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 def is_sharded_by_parameter(optimizer: torch.optim.Optimizer, shard: str, elementwise: bool | None) -> bool:
     """Return whether shards hold whole parameters. ``elementwise``: the caller says that the optimizer is elementwise.
 
-    Raises ArgumentError, naming it, for an optimizer that shall work on pieces of parameters and cannot.
+    Raises ArgumentError, naming the optimizer, for shard="elements" with one that is not known to be elementwise.
     """
     validate.one_of("shard", shard, ("auto", "elements", "parameters"))
     if elementwise is not None:

@@ -178,8 +178,8 @@ class DynamicGradScaler(MegatronGradScaler):
 
         found_inf:  g = 0; h = max(h - 1, 0); if h == 0: scale = max(scale * backoff_factor, min_scale)
         clean:      g += 1; if hysteresis_reset == "clean_step": h = hysteresis
-                    if g >= growth_interval: g = 0; h = hysteresis; scale = min(scale * growth_factor, max_scale) if
-                    finite
+                    if g >= growth_interval: g = 0; h = hysteresis
+                        scale = min(scale * growth_factor, max_scale) if that product is finite
 
     Every argument defaults to what :class:`megascale.OptimizerConfig` has for it: 2**16, 1, 2, 0.5, 1000 and 2.
 
@@ -291,7 +291,7 @@ class DynamicGradScaler(MegatronGradScaler):
         }
 
     def parse_state_dict(self, state_dict: Mapping[str, Any]) -> ScalerState:
-        """Accept the state of megascale, of Megatron-Core, and of torch.amp.GradScaler (``_growth_tracker`` alone).
+        """Accept the state of megascale, of Megatron-Core, and of torch.amp.GradScaler (which has no hysteresis).
 
         Factors, interval and bounds are configuration and stay as constructed; torch's copies of them are ignored.
         Megatron's trackers may be below zero (it does not stop at 0) and count as 0; a hysteresis above this
@@ -338,7 +338,7 @@ def check_mapping(state_dict: Any) -> None:
 
 
 def entry(state_dict: Mapping[str, Any], key: str, check: Callable[[str, Any], T]) -> T:
-    """Return ``state_dict[key]``, a one-element tensor as its number, as ``check`` returns it, which is given its name.
+    """Return ``check(name, value)`` of the value at ``key``, which may be a number or a one-element tensor.
 
     Raises StateDictError for an entry that is missing, or that ``check`` refuses.
     """

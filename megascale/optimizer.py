@@ -48,8 +48,8 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
 
     It is a ``torch.optim.Optimizer`` and shares the wrapped optimizer's ``param_groups`` (which hold the model params);
     its ``state`` shows the wrapped optimizer's, and beside it main params and scaler, keyed by model param. The recipe
-    follows Megatron-Core's ``Float16OptimizerWithFloat16Params``; `found_inf`, scale, norm and clip coefficient never
-    leave the device.
+    follows Megatron-Core's ``Float16OptimizerWithFloat16Params``; `found_inf`, scale, norm and clip coefficient live on
+    the device.
 
     Args:
         optimizer: Adam, AdamW, SGD, Lion and Muon run without a host read; any other costs one, of `found_inf`, a step.
@@ -88,7 +88,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         named = None if named_parameters is None else list(named_parameters)
         main_params = self._make_main_params(named or ())
         check_arguments(optimizer, config, grad_scaler, sharded=main_params.is_sharded)
-        if not main_params.is_sharded:  # its modules were looked at, and its grad_sync is yet to take parameters
+        if not main_params.is_sharded:  # sharded ones have checked modules, and a grad_sync without parameters yet
             check_belongs(optimizer, None if named is None else {id(param): name for name, param in named}, grad_sync)
         warn_of_cast_buffers(param for group in optimizer.param_groups for param in group["params"])
         if clip_grad is not None:
@@ -163,7 +163,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
 
     @property
     def _reduces_in_backward(self) -> bool:
-        """Whether our hooks reduce gradients during backward."""
+        """Whether gradients are reduced by a ``grad_sync``."""
         return self._member.grad_sync is not None
 
     @property

@@ -27,7 +27,7 @@ class ReferenceBackend(TorchDecisions, TorchRounding):
     name = "reference"
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
-        """One pass over ``grads``, of which one is there at least, in the dtypes they have. Numbers of None are 0."""
+        """Measure ``grads``, of any dtypes, at least one of which is there. Every statistic of a None is 0."""
         device = TensorList.of(grads).filled[0].device
         nothing = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -87,11 +87,11 @@ class ReferenceBackend(TorchDecisions, TorchRounding):
             if hyper.weight_decay != 0:
                 g = g + hyper.weight_decay * main
             if hyper.momentum != 0:
-                kept: float | Tensor = 1 - hyper.dampening
+                grad_weight: float | Tensor = 1 - hyper.dampening
                 if hyper.dampening != 0:
-                    kept = torch.where(operands.step[index] == 0, 1.0, kept)
+                    grad_weight = torch.where(operands.step[index] == 0, 1.0, grad_weight)
                 buffer = operands.state["momentum_buffer"][index]
-                velocity = hyper.momentum * buffer.to(main.dtype) + kept * g
+                velocity = hyper.momentum * buffer.to(main.dtype) + grad_weight * g
                 _land_(buffer, velocity, found)
                 g = g + hyper.momentum * velocity if hyper.nesterov else velocity
             _land_(main, main - _as(main, lr) * g, found)
@@ -124,7 +124,7 @@ def _exact(lr: float | Tensor) -> float | Tensor:
 
 
 def _as(main: Tensor, number: float | Tensor) -> float | Tensor:
-    """Return a factor of a main param, rounded to its dtype, as torch rounds Python numbers."""
+    """Return a tensor ``number`` in the dtype of ``main``, a Python number as it is: torch rounds that."""
     return number.to(main.dtype) if isinstance(number, Tensor) else number
 
 

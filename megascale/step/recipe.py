@@ -179,8 +179,8 @@ class StepRecipe:
         return first[1]
 
     def clip_values_(self, max_value: float) -> None:
-        """Clamp every unscaled, norm-clipped gradient of a ready step to [-max_value, max_value], still scaled."""
-        ready, decision = self._ready("clip_grad_value_() needs prepare_grads() first, which unscales gradients")
+        """Clamp a ready step's gradients, which stay scaled, to what is ±max_value when unscaled and norm-clipped."""
+        ready, decision = self._ready("clip_grad_value_() needs prepare_grads() first, which decides the coefficient")
         for update in chain.from_iterable(own.updates for own in ready):
             for _, grad in update.pairs():
                 bound = to_device_async(max_value / decision.coefficient, grad.device)
@@ -221,7 +221,7 @@ class StepRecipe:
         with span("megascale.gather"):  # or start the gather that modules wait for
             for member in self.members:
                 member.main_params.end_step()
-        self.errors.raise_local()  # last: an error of this rank keeps it from no gather
+        self.errors.raise_local()  # last: this rank takes part in every gather, despite an error
         self.last_result = StepResult(decision.success, decision.grad_norm, decision.num_zeros)
         return self.last_result
 
@@ -243,7 +243,7 @@ class StepRecipe:
             member.update.forget_failure()
 
     def reset_errors(self) -> None:
-        """Forget recorded errors; called when main params were replaced."""
+        """Count a replacement of main params, and forget recorded errors."""
         self.errors.times_replaced += 1
         self.errors.clear()
         for member in self.members:
@@ -267,7 +267,7 @@ class StepRecipe:
         collected, stats = self._measure_and_agree(error, self.clip_grad, scaled=scaled, call="main_grads()")
         agreed = stats.vector.tolist()  # the host waits
         self.errors.raise_counted(agreed)
-        if not has_only_zeros(agreed):  # no gradient at all has every scale
+        if not has_only_zeros(agreed):  # zeros fit every loss scale
             self._require_sound(agreed, zip((own.params for own in collected), stats.sum_squares, strict=True))
         scale = None if self.grad_scaler is None else self.grad_scaler.live_scale
         pairs = (update.pairs() for own in collected for update in own.updates)
@@ -442,7 +442,7 @@ class StepRecipe:
             stats = measured[0] if len(measured) == 1 else grad_stats.combined(measured)
         with span("megascale.agree"):
             if not self.errors.consensus.is_alone:
-                # The one collective of a step.
+                # The one collective of the decision.
                 stats = replace(stats, vector=all_reduce_sum_(stats.vector, self.groups.grad_stats))
         return collected, stats
 
@@ -456,7 +456,7 @@ class StepRecipe:
         reported = record if self.errors.on_host else self.overflows.newest
         overflowed = False
         if agreed is not None:
-            kept = reported is not None and reported.step is not None  # of a graph a newer replay has written over them
+            kept = reported is not None and reported.step is not None  # else a newer replay may have overwritten them
             measured = zip(reported.params, reported.sum_squares, strict=True) if reported is not None and kept else ()
             self._require_sound(agreed, measured)
             overflowed = was_skipped(agreed)
