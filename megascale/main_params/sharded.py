@@ -118,7 +118,7 @@ class ShardedMainParams(MainParams):
             readable = {name: param for name, param in own.items() if not (self._broadcast or param.is_meta)}
             return Construction(facts, by_sync.groups, digests(readable))
 
-        for every in exchanges(params, self._groups, built, error, are_added=bool(self.everywhere)):
+        for every in exchanges(params, self._groups, built, error, are_added=bool(self._known)):
             require_same_values(every)
 
     @override

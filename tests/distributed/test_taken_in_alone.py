@@ -29,15 +29,17 @@ def _weights(net: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in net.parameters()]
 
 
-def _unfrozen(faulty: int) -> tuple[str, bool, bool]:
+def _unfrozen(faulty: int, first: int) -> tuple[str, bool, bool]:
     net = _network()
-    net[1].requires_grad_(False)
+    net[first:].requires_grad_(False)
     inner = torch.optim.AdamW(net.named_parameters(), lr=0.1)
     optimizer = DistributedOptimizer(inner, None, ConstantGradScaler(8.0), modules=net)
-    _backward(net, optimizer)
-    optimizer.step()
+    if first:
+        _backward(net, optimizer)
+        optimizer.step()
     net[1].requires_grad_(dist.get_rank() == faulty)
-    _backward(net, optimizer)
+    if first or dist.get_rank() == faulty:
+        _backward(net, optimizer)
     before = _weights(net)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "timeout_of", lambda group: timedelta(seconds=1))
@@ -49,9 +51,13 @@ def _unfrozen(faulty: int) -> tuple[str, bool, bool]:
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
-def test_one_rank_alone_unfreezes_a_parameter(ranks: RankPool, faulty: int) -> None:
-    """Under a DistributedOptimizer it compares what it takes in with ranks that never came: all waited for ever."""
-    for message, is_unchanged, success in ranks.run(2, _unfrozen, faulty):
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_rank_alone_unfreezes_a_parameter(ranks: RankPool, faulty: int, first: int) -> None:
+    """Under a DistributedOptimizer it compares what it takes in with ranks that never came: all waited for ever.
+
+    ``first``: the first layer that was frozen when the optimizer was built.
+    """
+    for message, is_unchanged, success in ranks.run(2, _unfrozen, faulty, first):
         assert f"on rank {faulty} waits for ranks [{1 - faulty}]" in message
         assert "after parameters were unfrozen" in message
         assert is_unchanged
