@@ -150,8 +150,13 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
             }
             params |= own
             group_of |= dict.fromkeys(own, index)
-        values_may_differ = self._replicas_may_differ
-        require_same(params.items(), self._groups, group_of, values_may_differ=values_may_differ, are_added=first > 0)
+        require_same(
+            params.items(),
+            self._groups,
+            group_of,
+            values_may_differ=self._replicas_may_differ,
+            are_added=first > 0,
+        )
 
     def _make_main_params(self, named: Iterable[tuple[str, Tensor]]) -> MainParams:
         """Return the MainParams; here every rank has all of them. ``named``: parameters that were given names."""
@@ -208,8 +213,12 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         chain = None if self._member.chain is None else self._member.chain()
         try:
             check_meta(self._inner)
-            groups = [group for member in (chain or self._recipe).members for group in member.optimizer.param_groups]
-            params = [id(param) for group in groups for param in group["params"]]
+            params = [
+                id(param)
+                for member in (chain or self._recipe).members
+                for group in member.optimizer.param_groups
+                for param in group["params"]
+            ]
             if len(params) != len(set(params)):
                 raise ArgumentError(
                     "another optimizer of the chain holds a parameter of this param group; leave it out"

@@ -200,6 +200,15 @@ class StepRecipe:
         # With the gradients that are there now: no kernel is given an address that has moved.
         collected = [*map(StepMember.collect, self.members)]
         error = next((own.error for own in collected if own.error is not None), None)
+        if unmeasured := [
+            param.name
+            for own, measured in zip(collected, ready, strict=True)
+            for param in set(own.params).difference(measured.params)
+        ]:
+            error = error or UsageError(
+                f"parameter {listed(unmeasured)} was added or unfrozen after prepare_grads() had measured gradients: "
+                "call zero_grad(), and begin the step anew"
+            )
         if error is not None:
             if self.errors.consensus.is_alone:
                 raise error  # nothing has changed

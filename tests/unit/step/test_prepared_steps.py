@@ -237,3 +237,30 @@ def test_what_a_dropped_chain_decided_is_its_optimizers() -> None:
     del chain
     assert first.step().grad_norm == expected.grad_norm
     assert float(first.get_loss_scale()) == float(whole.get_loss_scale())
+
+
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+@pytest.mark.parametrize("prepares", ["prepare_grads", "clip_grad_norm_"])
+def test_parameters_that_were_not_measured_are_not_updated(how: str, prepares: str) -> None:
+    """A gradient that nobody had measured was updated from, inf and NaN too, in a step that counted as landed."""
+    module = model()
+    named, scaler = list(module.named_parameters()), DynamicGradScaler(2.0**8)
+    module.head.weight.requires_grad_(how == "added")
+    inner = torch.optim.AdamW([one for one in named if one[1] is not module.head.weight or how == "unfrozen"], lr=1e-2)
+    optimizer = MixedPrecisionOptimizer(inner, None, scaler)
+    _backward(module, optimizer, 1)
+    module.head.weight.grad = torch.full_like(module.head.weight, float("nan")) if how == "added" else None
+    before = [param.detach().clone() for param in module.parameters()]
+    optimizer.prepare_grads() if prepares == "prepare_grads" else optimizer.clip_grad_norm_(1.0)
+    if how == "added":
+        optimizer.add_param_group({"params": [("head.weight", module.head.weight)]})
+    else:
+        module.head.weight.requires_grad_(True)
+        module.head.weight.grad = torch.full_like(module.head.weight, float("nan"))
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"parameter 'head.weight' was added or unfrozen after prepare_grads\(\)"):
+            optimizer.step()
+    assert all(map(bits_equal, before, [param.detach() for param in module.parameters()]))
+    optimizer.zero_grad()
+    _backward(module, optimizer, 2)
+    assert optimizer.step().success
