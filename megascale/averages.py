@@ -17,6 +17,7 @@ from megascale.landed.steps import StepOutcomes
 from megascale.main_params.base import MainParams
 from megascale.main_params.main_param import MainParam
 from megascale.step.arguments import device_of
+from megascale.utils import validate
 from megascale.utils.calls import methods_outside_of_graphs
 from megascale.utils.collectives import raising_together
 from megascale.utils.dtensors import dtensor_like, to_local
@@ -38,6 +39,9 @@ class _Averaged:
     def like_main(self) -> Tensor:
         """The average, as a DTensor where the main param is one. Shares memory."""
         return dtensor_like(self.average, self.source.main)
+
+
+TOGETHER = "state_dict(), model_state_dict() or applied() of AveragedMainParams"
 
 
 @methods_outside_of_graphs
@@ -90,7 +94,7 @@ class AveragedMainParams:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self.model = model
-        self.use_buffers = use_buffers
+        self.use_buffers = validate.flag("use_buffers", use_buffers)
         self._average = rule_of(avg_fn, multi_avg_fn)
         self._owners = _owners(optimizer)
         self._num_main_params = _count(self._owners)
@@ -161,8 +165,7 @@ class AveragedMainParams:
         Loads into a model like this one with ``strict=False``: frozen parameters and tied names are not in it. With a
         DistributedOptimizer all ranks call it together.
         """
-        params = {entry.name: self._like_model(entry) for entry in self._entries}
-        return params | {name: buffer.clone() for name, buffer in self._buffers_like_model()}
+        return self._like_model() | {name: buffer.clone() for name, buffer in self._buffers_like_model()}
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
@@ -183,11 +186,11 @@ class AveragedMainParams:
                 "averages cannot be lent to a model under fully_shard; load model_state_dict() into another model, "
                 "sharded alike, with strict=False"
             )
+        whole = self._like_model()
         lent: dict[int, Tensor] = {
-            id(entry.source.model): nn.Parameter(self._like_model(entry), requires_grad=False)
-            for entry in self._entries
+            id(entry.source.model): nn.Parameter(whole[entry.name], requires_grad=False) for entry in self._entries
         }
-        lent |= {id(self._buffer(name)): buffer for name, buffer in self._buffers_like_model()}
+        lent |= {id(self.model.get_buffer(name)): buffer for name, buffer in self._buffers_like_model()}
         aside: list[tuple[dict[str, Any], str, Any]] = []
         for module in self.model.modules():
             registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -210,6 +213,8 @@ class AveragedMainParams:
         all ranks call it together. ``copy=False`` returns live tensors, and ParamShards of pieces: for
         torch.distributed.checkpoint.
         """
+        for owner in self._owners if copy else ():
+            owner.agree(None, TOGETHER)
         averages = {
             entry.name: entry.owner.export(entry.source, {"": entry.like_main}, copy=copy)[""]
             for entry in self._entries
@@ -256,25 +261,25 @@ class AveragedMainParams:
         ]
         return planned + [(to_local(buffer), to_local(buffers[name])) for name, buffer in own.items()]
 
-    def _like_model(self, entry: _Averaged) -> Tensor:
-        """Return a copy of an average, whole, in its model param's dtype; a DTensor where that is one."""
-        model = entry.source.model
-        if entry.owner.is_sharded:
-            whole = entry.owner.export(entry.source, {"": entry.average}, copy=True)[""]
-            return whole.to(model.device, model.dtype)
-        return dtensor_like(entry.average.to(model.dtype, copy=True), model)
+    def _like_model(self) -> dict[str, Tensor]:
+        """Return copies of the averages by name, whole, in the model params' dtypes; DTensors where those are."""
+        for owner in self._owners:
+            owner.agree(None, TOGETHER)
+        return {
+            entry.name: entry.owner.export(entry.source, {"": entry.average}, copy=True)[""].to(entry.source.model)
+            if entry.owner.is_sharded
+            else dtensor_like(entry.average.to(entry.source.model.dtype, copy=True), entry.source.model)
+            for entry in self._entries
+        }
 
     def _buffers_like_model(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the averages' buffers, live, under the model's names."""
         for (name, buffer), average in zip(self._buffers.items(), self._averaged_buffers.averages, strict=True):
             yield name, dtensor_like(average, buffer)
 
-    def _buffer(self, name: str) -> Tensor:
-        return self.model.get_buffer(name)
-
     def _live_buffers(self) -> list[Tensor]:
         """Return the model's buffers as they are now: modules may have replaced them."""
-        live = [self._buffer(name) for name in self._buffers]
+        live = [self.model.get_buffer(name) for name in self._buffers]
         for (name, first), buffer in zip(self._buffers.items(), live, strict=True):
             if buffer is None or buffer.shape != first.shape:
                 raise UsageError(

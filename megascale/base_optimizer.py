@@ -216,7 +216,11 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
 
     def get_loss_scale(self) -> Tensor:
-        """Return the current scale: fp32, 0-d, on the device; 1 without a scaler."""
+        """Return the current scale: fp32, 0-d, on the device; 1 without a scaler.
+
+        Who reads it may scale the loss by it: the next step does not find a loss that nobody has scaled. For a log read
+        ``grad_scaler.live_scale``, which does not count.
+        """
         if self.grad_scaler is None:
             return torch.ones((), dtype=torch.float32, device=self._device)
         return self.grad_scaler.scale.reshape(()).clone()

@@ -1,7 +1,7 @@
 """ChainedOptimizer: several optimizers that step as one, with one scaler, one decision and one norm."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, islice
 from operator import attrgetter
@@ -48,7 +48,7 @@ class ChainedOptimizer(MegascaleOptimizer):
     """
 
     def __init__(self, optimizers: Sequence[MixedPrecisionOptimizer], *, clip_grad: float | None = None) -> None:
-        self._optimizers = list(optimizers)
+        self._optimizers = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         limit = None if clip_grad is None else validate.non_negative("clip_grad", clip_grad)
         _check(self._optimizers, clip_alike=limit is None)
         first = self._optimizers[0]
@@ -112,7 +112,8 @@ class ChainedOptimizer(MegascaleOptimizer):
         """Raise UsageError: add the group to one of the chained optimizers instead."""
         if self._constructed:
             raise UsageError(
-                "add the param group to one of the optimizers that are chained: a ChainedOptimizer cannot choose which"
+                "a ChainedOptimizer cannot choose: add the param group to one of the optimizers that you have chained, "
+                "or build them anew with it"
             )
 
     def local_grad(self, name: str) -> Tensor | None:

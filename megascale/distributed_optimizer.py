@@ -66,8 +66,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         grads_are_scaled: see :class:`MixedPrecisionOptimizer`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: on every rank alike, before anything has changed. Also where ranks have passed
-            different arguments or parameters, naming the values of two ranks.
+        ArgumentError, ArgumentTypeError: before anything has changed. On every rank alike where ranks have passed
+            different parameters, or arguments that decide about messages, naming the values of two ranks. A rank that
+            alone passes a wrong argument raises alone, and the others wait for it until their process group's timeout.
+            Different scalers, configs and values of ``clip_grad`` are found by the first step, on all ranks.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ def is_sharded_by_parameter(optimizer: torch.optim.Optimizer, shard: str, elemen
 
 def chunks_of(modules: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules of a model that was given whole or in chunks. Raises ArgumentTypeError for anything else."""
-    chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
+    chunks = [*modules] if isinstance(modules, Iterable) and not isinstance(modules, nn.Module) else [modules]
     if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
         kinds = ", ".join(type(chunk).__name__ for chunk in chunks)  # not the values, of tensors
         raise ArgumentTypeError(f"modules must be a module or a list of modules, got [{kinds}]")

@@ -223,6 +223,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
                 raise ArgumentError(
                     "another optimizer of the chain holds a parameter of this param group; leave it out"
                 )
+            self._member.update.check_options(self._inner.param_groups[-1])
             require_scaler(config_for(self._inner, None, None), self.grad_scaler)
             self._require_same(len(self._inner.param_groups) - 1)
             self._member.sync_from_model()

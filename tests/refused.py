@@ -348,7 +348,7 @@ WRAPPED = [
         (lambda: _halves(clip_grad=2.0), ArgumentError, "clip_grad=2.0"),
         (lambda: setattr(_halves(), "param_groups", []), UsageError, "change those of its optimizers"),
         (lambda: setattr(_halves(), "state", {}), UsageError, "cannot be replaced; use load_state_dict()"),
-        (lambda: _halves().add_param_group({}), UsageError, "to one of the optimizers that are chained"),
+        (lambda: _halves().add_param_group({}), UsageError, "to one of the optimizers that you have chained"),
         (
             lambda: [UnderflowMeter(chain._optimizers[0]) for chain in [_halves()]],
             UsageError,
@@ -358,6 +358,33 @@ WRAPPED = [
         (lambda: _adds_to_a_chain(of_the_other=False), ArgumentError, "have a parameter called 'added'"),
         (lambda: GradSync(model()), ArgumentTypeError, "as model.named_parameters() gives, got a Tiny"),  # type: ignore[arg-type]
         (lambda: GradSync(model().parameters()), ArgumentTypeError, "must be pairs of name and parameter"),  # type: ignore[arg-type]
+        (
+            lambda: GradSync(model().named_parameters(), grad_dtype="fp32"),  # type: ignore[arg-type]
+            ArgumentError,
+            "must be floating point, got fp32",
+        ),
+        (lambda: ChainedOptimizer(torch.nn.Linear(1, 1)), ArgumentTypeError, "optimizers[0] must be a MixedPrecision"),  # type: ignore[arg-type]
+        (
+            lambda: DistributedOptimizer(INNER["sgd"](model()), None, DynamicGradScaler(), modules=None),  # type: ignore[arg-type]
+            ArgumentTypeError,
+            "modules must be a module or a list of modules, got [NoneType]",
+        ),
+        (
+            lambda: constant(model(), INNER["sgd"], 1.0).add_param_group(
+                {"params": [("added", _half())], "lr": "1e-3"}
+            ),
+            ArgumentTypeError,
+            "lr of a param group must be a number",
+        ),
+        (
+            _wraps(
+                lambda: torch.optim.RMSprop(model().parameters()),
+                OptimizerConfig(fp16=True, compact_state=True),
+                DynamicGradScaler(),
+            ),
+            ArgumentError,
+            "exp_avg_dtype=torch.int8 needs Adam or AdamW, not RMSprop",
+        ),
         (_copies_averages, UsageError, "a copy has no optimizer; use state_dict()"),
         (lambda: _halves().state.update(global_count=1), UsageError, "write it into that of one of them"),
         (_two_of_a_name, ArgumentError, "two parameters are called 'w'"),

@@ -105,7 +105,7 @@ class GradSync:
         self._usual_divisor = group_size(self._groups.data_parallel) if self._reduction == "mean" else 1
         self._bucket_numel = validate.integer("bucket_numel", bucket_numel, minimum=1)
         self._overlap = validate.flag("overlap", overlap)
-        if not all(dtype.is_floating_point for dtype in (grad_dtype, reduce_dtype or grad_dtype)):
+        if not all(getattr(dtype, "is_floating_point", False) for dtype in (grad_dtype, reduce_dtype or grad_dtype)):
             raise ArgumentError(f"grad_dtype and reduce_dtype must be floating point, got {grad_dtype}, {reduce_dtype}")
         self.buckets: list[SyncedBucket] = []
         self._thread = ReduceThread()

@@ -34,8 +34,8 @@ class GroupRates:
         if len(self.numbers) != len(self._optimizer.param_groups):
             raise UsageError(
                 f"there were {len(self.numbers)} param groups when the schedule was built, now there are "
-                f"{len(self._optimizer.param_groups)}; add groups first, or build the schedule anew with "
-                'last_epoch=schedule.last_epoch - 1, once group["initial_lr"] is set in the groups that were added'
+                f"{len(self._optimizer.param_groups)}; add groups first; or set group['lr'] of each to what "
+                "it was at the start, build the schedule anew, and call its step(True) schedule.last_epoch times"
             )
 
     def pull(self) -> None:

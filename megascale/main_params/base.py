@@ -322,8 +322,11 @@ class MainParams:
         sharded = (param for param in self if param.shard is not None)
         return {id(param.model): ParamShard(param.part.view(-1), param.model.shape, param.start) for param in sharded}
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise ``error``, if there is one; also on the ranks that hold other shards, which call this together."""
+    def agree(self, error: Exception | None, call: str = "state_dict()") -> None:
+        """Raise ``error``, if there is one; also on the ranks that hold other shards, which call this together.
+
+        ``call``: the user's, for the error of a rank that waits alone.
+        """
         if error is not None:
             raise error
 

@@ -122,9 +122,9 @@ class ShardedMainParams(MainParams):
             require_same_values(every)
 
     @override
-    def agree(self, error: Exception | None) -> None:
+    def agree(self, error: Exception | None, call: str = "state_dict()") -> None:
         for group in dict.fromkeys(self._groups.of_param(param).shard for param in self.everywhere.values()):
-            meet(group, "state_dict()")
+            meet(group, call)
         self._gathered({}, error)
 
     @override

@@ -177,8 +177,8 @@ class LiveState:
             homeless = [name for name, param in params.items() if name in mains and not self.main_params.keeps(param)]
             if homeless:
                 raise StateDictError(
-                    f"state dict holds main params of {listed(homeless)}, frozen here; set requires_grad "
-                    "before the optimizer is built, or load with strict=False to leave it out"
+                    f"state dict holds main params of {listed(homeless)}, frozen here; set requires_grad first, "
+                    "or load with strict=False to leave it out"
                 )
         options = self._options()
         for name in (name for name in params if name in mains):

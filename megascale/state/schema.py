@@ -263,8 +263,8 @@ def check_tensor(name: str, what: str, value: Any, like: Tensor) -> None:
         )
     if value.shape != like.shape:
         raise StateDictError(
-            f"{what} of {name!r} has shape {tuple(value.shape)}, the parameter has {tuple(like.shape)}; save what "
-            "state_dict() returns (optimizer.state of a DistributedOptimizer holds pieces)"
+            f"{what} of {name!r} has shape {tuple(value.shape)}, the parameter has {tuple(like.shape)}; build the "
+            "model as it was saved. Of a DistributedOptimizer save what state_dict() returns: its state holds pieces"
         )
 
 

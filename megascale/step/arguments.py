@@ -239,7 +239,9 @@ def config_for(
     if config is None:
         config = OptimizerConfig(fp16=fp16, bf16=bf16 and not fp16)
     if fp16 and not config.fp16:
-        raise ArgumentError("config.fp16 is False, but the optimizer has fp16 parameters; set fp16=True")
+        raise ArgumentError(
+            "config.fp16 is False, but the optimizer has fp16 parameters; set fp16=True, and bf16=False"
+        )
     if bf16 and not (config.bf16 or config.fp16):
         raise ArgumentError("config.bf16 is False, but the optimizer has bf16 parameters; set bf16=True")
     return config if clip_grad is None else replace(config, clip_grad=clip_grad)

@@ -6,7 +6,7 @@ from megascale.config import StepConfig
 from megascale.errors import ArgumentError
 from megascale.kernels import Backend
 from megascale.main_params.weight_arrivals import WeightArrivals
-from megascale.rules import BY_KIND, ELEMENTWISE, FIRST, KINDS, MUON, SECOND
+from megascale.rules import ADAM, BY_KIND, CODE_DTYPES, ELEMENTWISE, FIRST, KINDS, MUON, SECOND
 from megascale.step.host_update import HostUpdate
 from megascale.step.kernel_update import KernelUpdate
 from megascale.step.known_optimizers import refuse_held_optimizers, refuse_low_bit_moments
@@ -58,11 +58,11 @@ def select_update(
         return HostUpdate(optimizer, backend, config, rule, device, arrivals)
     if rule is not None:
         return KernelUpdate(optimizer, backend, config, rule)
-    known = either([kind.__name__ for kind in KINDS])
     for name in (FIRST, SECOND):
-        if getattr(config, name) != torch.float32:
+        if (dtype := getattr(config, name)) != torch.float32:
+            known = ADAM.kinds if dtype in CODE_DTYPES else KINDS
             raise ArgumentError(
-                f"config.{name}={getattr(config, name)} needs {known}, not "
+                f"config.{name}={dtype} needs {either([kind.__name__ for kind in known])}, not "
                 f"{type(optimizer).__name__}; leave it at torch.float32"
             )
     # An optimizer that may read whole parameters has a piece of a DTensor on each rank.

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megascale import ConstantGradScaler, DistributedOptimizer, MixedPrecisionOptimizer
+from megascale.averages import AveragedMainParams
 from megascale.errors import ArgumentError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.utils import collectives
@@ -95,6 +96,29 @@ def test_one_rank_alone_adds_a_wrong_group(ranks: RankPool, faulty: int, sharded
     for rank, (message, num_groups, success) in enumerate(ranks.run(2, _added, faulty, sharded)):
         assert ("is on the meta device" if rank == faulty else f"rank {rank} waits for ranks [{faulty}]") in message
         assert (num_groups, success) == (1, True)
+
+
+def _averaged(faulty: int, call: str) -> tuple[str, int]:
+    net = _network()
+    inner = torch.optim.AdamW(net.named_parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, None, ConstantGradScaler(8.0), modules=net)
+    averages, message = AveragedMainParams(net, optimizer), ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "timeout_of", lambda group: timedelta(seconds=1))
+        if dist.get_rank() == faulty:
+            calls = {"applied": lambda: averages.applied().__enter__()}
+            message = message_of(UsageError, calls.get(call, getattr(averages, call)))
+    dist.barrier()
+    return message, len(averages.state_dict()["averages"])
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize("call", ["state_dict", "model_state_dict", "applied"])
+def test_one_rank_alone_asks_for_the_averages(ranks: RankPool, faulty: int, call: str) -> None:
+    """Of pieces: it waited for the whole timeout, and the process group was of no use afterwards."""
+    for rank, (message, num_averages) in enumerate(ranks.run(2, _averaged, faulty, call)):
+        assert (f"on rank {rank} waits for ranks [{1 - faulty}]" in message) == (rank == faulty)
+        assert num_averages == 4
 
 
 def _unowned() -> tuple[str, int]:
