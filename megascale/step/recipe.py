@@ -202,8 +202,10 @@ class StepRecipe:
         error = next((own.error for own in collected if own.error is not None), None)
         if unmeasured := [
             param.name
-            for own, measured in zip(collected, ready, strict=True)
-            for param in set(own.params).difference(measured.params)
+            for own, before in zip(collected, ready, strict=True)
+            for measured in [set(before.params)]
+            for param in own.params
+            if param not in measured
         ]:
             error = error or UsageError(
                 f"parameter {listed(unmeasured)} was added or unfrozen after prepare_grads() had measured gradients: "
