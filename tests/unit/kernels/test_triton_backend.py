@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ pytest.importorskip("triton")
 
 from megascale.errors import ArgumentError, UsageError
 from megascale.kernels import Operands, ReferenceBackend, SgdHyper
+from megascale.kernels.triton import launch as launch_module
 from megascale.kernels.triton.backend import TritonBackend
+from megascale.rules import AdamHyper, Hyper, LionHyper
 from tests.training import bits_equal
 from tests.unit.kernels.triton_cases import (
     BRAIN,
@@ -69,6 +72,27 @@ def test_update_has_the_bits_of_the_reference(name: str, steps: int) -> None:
         decision = decision_of(skip=step % 5 == 2)
         flags = update(backend, ours, HYPERS[name], decision)
         assert torch.equal(flags, update(reference, theirs, HYPERS[name], decision))
+    assert same_operands(ours, theirs)
+
+
+@pytest.mark.default("AdamHyper")
+@pytest.mark.parametrize("kind", [AdamHyper, SgdHyper, LionHyper], ids=lambda kind: kind.__name__)
+def test_hyperparameters_change_from_step_to_step(kind: type[Hyper]) -> None:
+    """Invariant 3: of a kept launch nothing is left where one of them, or the dtype of the rate, has changed."""
+    given = [hyper for hyper in HYPERS.values() if type(hyper) is kind]
+    changed = [replace(given[0], **{name: getattr(other, name)}) for other in given[1:] for name in vars(other)]
+    rates: list[Any] = [
+        2e-3,
+        *(torch.tensor(3e-3, dtype=dtype, device=DEVICE) for dtype in (SINGLE, torch.float64)),
+        4e-3,
+    ]
+    backend, reference = TritonBackend(), ReferenceBackend()
+    ours, theirs = operands_of(), operands_of()
+    for step, hyper in enumerate([*given, *changed, *(replace(given[0], lr=rate) for rate in rates), *given]):
+        set_grads(ours, seed=step)
+        set_grads(theirs, seed=step)
+        update(backend, ours, hyper, decision_of())
+        update(reference, theirs, hyper, decision_of())
     assert same_operands(ours, theirs)
 
 
@@ -174,6 +198,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from megascale.errors import UsageError
 from megascale.kernels.triton import kernels
+from megascale.kernels.triton import launch as launch_module
 from megascale.kernels.triton.backend import TritonBackend
 
 try:
@@ -232,3 +257,33 @@ def test_kernels_compile_for_a_gpu(tmp_path: Any) -> None:
     kernels = (*updates, "hold", "measure", "total", "decide", "rescale", "rescale fp64")
     wide = ["wide" if name in kernels[:5] else "narrow" for name in kernels]
     assert lines == [f"{name} fused 0 approximate 0 {width}" for name, width in zip(kernels, wide, strict=True)]
+
+
+def test_code_is_looked_up_once_per_kept_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles a kind of launch once; whoever keeps a launch has its code at hand from the second one on."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Code:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments: seen.append(("launched", *grid, *arguments[1:]))
+
+    class Kernel:
+        fn = object()
+        arg_names = ("tensor", "number", "BLOCK")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def compiled(*arguments: Any, **_: Any) -> Code:
+                seen.append(("compiled", *grid, *arguments[1:]))
+                return Code()
+
+            return compiled
+
+    monkeypatch.setattr(launch_module, "_COMPILED", {})
+    kernel, tensor, kept = Kernel(), torch.ones(1), list[Any]()
+    for number in (1.0, 2.0, 3.0):
+        launch_module.launch(kernel, 4, (tensor, number), {"BLOCK": 8}, {"num_warps": 4}, kept)
+    assert seen == [("compiled", 4, 1.0), ("launched", 4, 1, 1, 2.0, 8), ("launched", 4, 1, 1, 3.0, 8)]
+    assert len(kept) == 1
+    launch_module.launch(kernel, 4, (tensor.double(), 4.0), {"BLOCK": 8}, {"num_warps": 4})  # of another dtype
+    launch_module.launch(kernel, 4, (tensor, 5.0), {"BLOCK": 8}, {"num_warps": 4})
+    assert seen[3:] == [("compiled", 4, 4.0), ("launched", 4, 1, 1, 5.0, 8)]
