@@ -42,6 +42,7 @@ class _Averaged:
 
 
 TOGETHER = "state_dict(), model_state_dict() or applied() of AveragedMainParams"
+"""What all ranks call together where they hold pieces, for the error of a rank that waits alone."""
 
 
 @methods_outside_of_graphs

@@ -203,6 +203,7 @@ class StepRecipe:
         if unmeasured := [
             param.name
             for own, before in zip(collected, ready, strict=True)
+            if own.params is not before.params  # else nothing was taken in since, and there is nothing to go through
             for measured in [set(before.params)]
             for param in own.params
             if param not in measured
