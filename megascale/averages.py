@@ -137,12 +137,17 @@ class AveragedMainParams:
                 "main params have been added since AveragedMainParams was built (parameters unfrozen, or a param group "
                 "added); build it anew then"
             )
-        buffers = self._live_buffers()
+        buffers = [self.model.get_buffer(name) for name in self._buffers]  # as they are now: modules may replace them
+        for (name, first), buffer in zip(self._buffers.items(), buffers, strict=True):
+            if buffer is None or buffer.shape != first.shape:
+                raise UsageError(
+                    f"buffer {name!r} has changed its shape since AveragedMainParams was built; build it anew"
+                )
         landed = self._outcomes.landed(success)
         if not isinstance(landed, Tensor):
             landed = torch.full((), landed, dtype=torch.bool, device=self.n_averaged.device)
         rule = self._average if self.use_buffers else copy_
-        self._averaged_buffers.update(buffers, landed, self.n_averaged, rule, self._has_started)
+        self._averaged_buffers.update(list(map(to_local, buffers)), landed, self.n_averaged, rule, self._has_started)
         for owner in {id(entry.owner): entry.owner for entry in self._entries}.values():
             if owner.arrivals is not None:  # not for gathers: this rank's main params need none
                 owner.arrivals.wait()
@@ -277,16 +282,6 @@ class AveragedMainParams:
         """Yield the averages' buffers, live, under the model's names."""
         for (name, buffer), average in zip(self._buffers.items(), self._averaged_buffers.averages, strict=True):
             yield name, dtensor_like(average, buffer)
-
-    def _live_buffers(self) -> list[Tensor]:
-        """Return the model's buffers as they are now: modules may have replaced them."""
-        live = [self.model.get_buffer(name) for name in self._buffers]
-        for (name, first), buffer in zip(self._buffers.items(), live, strict=True):
-            if buffer is None or buffer.shape != first.shape:
-                raise UsageError(
-                    f"buffer {name!r} has changed its shape since AveragedMainParams was built; build it anew"
-                )
-        return list(map(to_local, live))
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[MainParams]:

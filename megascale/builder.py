@@ -34,8 +34,6 @@ NOT_HIDDEN = ("*embed*", "*wte*", "*wpe*", "*head*", "*output_layer*", "*classif
 MULTIHEAD = re.compile("multi[-_]?head")
 """What is no head of a model, although its name says so: attention of several heads."""
 
-MUON_MEMBERS = (MUON.name, MUON.beside)
-
 
 class NamedParam(NamedTuple):
     """A parameter, and what follows from where it is.
@@ -107,13 +105,26 @@ def build_optimizer(
     options: dict[str, Any] = {"groups": groups, "grads_are_scaled": grads_are_scaled}
     if checked.use_distributed_optimizer:
         wrapper = DistributedOptimizer
-        options |= {"modules": modules, "bucket_numel": bucket_numel}
-        options["overlap_param_gather"] = checked.overlap_param_gather
+        options |= {
+            "modules": modules,
+            "bucket_numel": bucket_numel,
+            "overlap_param_gather": checked.overlap_param_gather,
+        }
     else:
         options["replicas_may_differ"] = replicas_may_differ
     built: list[MixedPrecisionOptimizer] = []
     for kind in dict.fromkeys(kinds):
-        own = _config_of(checked, kind)
+        own = checked
+        if kind == "muon":  # a host orthogonalizes matrices too slowly: they stay on the device
+            own = replace(
+                checked,
+                optimizer_cpu_offload=False,
+                optimizer_offload_fraction=1.0,
+                overlap_cpu_optimizer_d2h_h2d=False,
+            )
+        elif kind != checked.optimizer:  # beside Muon
+            lr = checked.lr if checked.muon_adam_lr is None else checked.muon_adam_lr
+            own = replace(checked, optimizer=kind, lr=lr)
         chosen = [one for one, its_kind in zip(named, kinds, strict=True) if its_kind == kind]
         inner = build_inner_optimizer(own, _param_groups(own, chosen, overrides))
         for field in ineffective(own, inner, scaler):
@@ -149,20 +160,6 @@ def _kind_of(config: OptimizerConfig, param: NamedParam, overrides: Overrides) -
             f"overrides give parameter {param.name!r} of shape {tuple(param.param.shape)} to Muon, which takes matrices"
         )
     return kind
-
-
-def _config_of(config: OptimizerConfig, kind: str) -> OptimizerConfig:
-    """Return the config of one member of the chain that "muon" makes; ``config`` itself for other optimizers."""
-    if config.optimizer != "muon":
-        return config
-    if kind == "muon":  # a host orthogonalizes matrices too slowly: they stay on the device
-        return replace(
-            config,
-            optimizer_cpu_offload=False,
-            optimizer_offload_fraction=1.0,
-            overlap_cpu_optimizer_d2h_h2d=False,
-        )
-    return replace(config, optimizer=kind, lr=config.lr if config.muon_adam_lr is None else config.muon_adam_lr)
 
 
 def effective_config(
@@ -250,7 +247,7 @@ def _check_overrides(overrides: Overrides, names: list[str], optimizer: str) -> 
             if option == "optimizer":
                 if optimizer != "muon":
                     raise ArgumentError(f"{where} needs config.optimizer='muon', got {optimizer!r}; leave it out")
-                validate.one_of(where, value, MUON_MEMBERS)
+                validate.one_of(where, value, (MUON.name, MUON.beside))
             elif option == "betas":
                 if not isinstance(value, (tuple, list)) or len(value) != 2:
                     raise ArgumentError(f"{where} must be two numbers in [0, 1), got {value!r}")

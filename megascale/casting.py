@@ -60,12 +60,11 @@ def cast_model(model: M, dtype: torch.dtype, keep: Chosen | Iterable[Chosen] = (
     kept, kept_params = _kept(model, chosen)
     whole = {id(part) for module in kept for part in module.modules()}
     whole |= {id(module) for module in model.modules() if isinstance(getattr(module, "running_mean", None), Tensor)}
+    kept_params |= {
+        id(param) for module in model.modules() if id(module) in whole for param in module.parameters(recurse=False)
+    }
     for module in model.modules():
-        if id(module) in whole:
-            kept_params |= {id(param) for param in module.parameters(recurse=False)}
-    for (
-        module
-    ) in model.modules():  # with parameters of its own, where these and all below it are kept: by name, or tied
+        # With parameters of its own, where these and all below it are kept: by name, or tied.
         owns = any(True for _ in module.parameters(recurse=False))
         if owns and id(module) not in whole and {id(param) for param in module.parameters()} <= kept_params:
             kept.append(module)
