@@ -71,7 +71,11 @@ class LandedLRScheduler(LRScheduler):
     def __init__(self, scheduler: LRScheduler, optimizer: torch.optim.Optimizer | None = None) -> None:
         # Not super().__init__(), which would start a schedule of its own.
         optimizer = _check(scheduler, optimizer)
-        _make_plain(scheduler)
+        # Tensors that a scheduler keeps, here and in its groups, become numbers: those of an lr given as a tensor.
+        scheduler.load_state_dict(_plain(scheduler.state_dict()))
+        for group in optimizer.param_groups:
+            kept = group.keys() - scheduler.optimizer.defaults.keys() - {"params", "lr"}
+            group.update({key: number_of(group[key]) for key in kept if _is_scalar(group[key])})
         self.scheduler = scheduler
         self.optimizer = optimizer
         self._outcomes = StepOutcomes(optimizer)
@@ -103,7 +107,10 @@ class LandedLRScheduler(LRScheduler):
         if must_wait and not self._has_landed():
             return
         try:
-            self._advance()
+            # Tells torch that the optimizer has stepped: not every way to step passes the scheduler's counter.
+            self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+            with self._rates.as_numbers():
+                self.scheduler.step()
         except Exception:
             has_landed = must_wait or self._has_landed()
             self._return_to(state, rates, options)
@@ -179,13 +186,6 @@ class LandedLRScheduler(LRScheduler):
         self._catch_up()  # an advance that is taken back later would meet the new value
         setattr(self.scheduler, name, value)
 
-    def _advance(self) -> None:
-        """Step the wrapped scheduler once, on numbers."""
-        # Tells torch that the optimizer has stepped: not every way to step passes the scheduler's counter.
-        self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
-        with self._rates.as_numbers():
-            self.scheduler.step()
-
     def _has_landed(self) -> bool:
         """Wait, and return whether the step that was pushed last has landed."""
         heard = self._view.flush()
@@ -242,15 +242,6 @@ def _check(scheduler: Any, optimizer: Any) -> torch.optim.Optimizer:
             "optimizer that wraps it"
         )
     return optimizer
-
-
-def _make_plain(scheduler: LRScheduler) -> None:
-    """Turn tensors that a scheduler keeps, here and in its groups, into numbers: those of an lr given as a tensor."""
-    scheduler.load_state_dict(_plain(scheduler.state_dict()))
-    defaults = scheduler.optimizer.defaults
-    for group in scheduler.optimizer.param_groups:
-        kept = {key: value for key, value in group.items() if key not in defaults and key not in ("params", "lr")}
-        group.update({key: number_of(value) for key, value in kept.items() if _is_scalar(value)})
 
 
 def _plain(value: Any) -> Any:

@@ -22,9 +22,8 @@ class GroupRates:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        groups = optimizer.param_groups
-        self.numbers: list[float] = [number_of(group["lr"]) for group in groups]
-        self._written: list[tuple[Tensor, int] | None] = [None] * len(groups)
+        self.numbers: list[float] = [number_of(group["lr"]) for group in optimizer.param_groups]
+        self._written: list[tuple[Tensor, int] | None] = [None] * len(self.numbers)
         self._device = device_of(optimizer)
         # torch's fused kernels read fp32 only
         self._dtype = torch.float64 if isinstance(optimizer, MegascaleOptimizer) else torch.float32

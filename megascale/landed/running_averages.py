@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,15 +73,12 @@ def rule_of(avg_fn: AvgFn | None, multi_avg_fn: MultiAvgFn | None) -> MultiAvgFn
     """Return an averaging rule in either of torch's forms as one that writes lists in place."""
     if multi_avg_fn is not None:
         return multi_avg_fn
-    if avg_fn is None:
-        return _equal_weights_
-    rule = avg_fn
+    return _equal_weights_ if avg_fn is None else partial(_each_, avg_fn)
 
-    def each_(averages: Sequence[Tensor], currents: Sequence[Tensor], n_averaged: Tensor) -> None:
-        for average, current in zip(averages, currents, strict=True):
-            average.copy_(rule(average, current, n_averaged))
 
-    return each_
+def _each_(avg_fn: AvgFn, averages: Sequence[Tensor], currents: Sequence[Tensor], n_averaged: Tensor) -> None:
+    for average, current in zip(averages, currents, strict=True):
+        average.copy_(avg_fn(average, current, n_averaged))
 
 
 def _equal_weights_(averages: Sequence[Tensor], currents: Sequence[Tensor], n_averaged: Tensor) -> None:
@@ -90,8 +88,7 @@ def _equal_weights_(averages: Sequence[Tensor], currents: Sequence[Tensor], n_av
         torch._foreach_div_(diffs, n_averaged + 1)
         torch._foreach_add_(list(averages), diffs)
     else:
-        for average, current in zip(averages, currents, strict=True):
-            average.copy_(get_swa_avg_fn()(average, current, n_averaged))
+        _each_(get_swa_avg_fn(), averages, currents, n_averaged)
 
 
 def copy_(averages: Sequence[Tensor], currents: Sequence[Tensor], n_averaged: Tensor) -> None:
