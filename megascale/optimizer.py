@@ -91,10 +91,8 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         if not main_params.is_sharded:  # sharded ones have checked modules, and a grad_sync without parameters yet
             check_belongs(optimizer, None if named is None else {id(param): name for name, param in named}, grad_sync)
         warn_of_cast_buffers(param for group in optimizer.param_groups for param in group["params"])
-        if clip_grad is not None:
-            validate.non_negative("clip_grad", clip_grad)
         check_inner(optimizer)
-        ExtraState(optimizer, [], is_sharded=main_params.is_sharded).require_savable()
+        ExtraState(optimizer, main_params).require_savable()
         misuse.check_unwrapped(optimizer)
         self._inner = optimizer
         self._config = config_for(optimizer, config, clip_grad)
@@ -118,11 +116,13 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
             grad_sync,
             replicas_may_differ=validate.flag("replicas_may_differ", replicas_may_differ),
         )
-        are_scaled = validate.flag("grads_are_scaled", grads_are_scaled)
         self._recipe = StepRecipe(
-            [self._member], self._groups, None, self._config.clip_grad, grads_are_scaled=are_scaled
+            [self._member],
+            self._groups,
+            None,
+            self._config.clip_grad,
+            grads_are_scaled=validate.flag("grads_are_scaled", grads_are_scaled),
         )
-        self._replicas_may_differ = replicas_may_differ
         self._require_same(0)
         self._member.sync_from_model()
         misuse.record(self, optimizer)
@@ -154,7 +154,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
             params.items(),
             self._groups,
             group_of,
-            values_may_differ=self._replicas_may_differ,
+            values_may_differ=self._member.replicas_may_differ,
             are_added=first > 0,
         )
 
@@ -258,7 +258,12 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
 
     def _live_state(self) -> LiveState:
         """Return references to everything that a state dict covers."""
-        member = self._member
-        mains, state = member.main_params, self._inner.state
-        extra = ExtraState(self._inner, mains, is_sharded=mains.is_sharded)
-        return LiveState(self.param_groups, state, mains, self.grad_scaler, member.counter, extra, ref(member))
+        return LiveState(
+            self.param_groups,
+            self._inner.state,
+            self._member.main_params,
+            self.grad_scaler,
+            self._member.counter,
+            ExtraState(self._inner, self._member.main_params),
+            ref(self._member),
+        )

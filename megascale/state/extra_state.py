@@ -6,7 +6,7 @@ names in any case. The rest is numbers, strings and tensors that belong to no pa
 does to state and groups is put back.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megascale.errors import ArgumentError, StateDictError
-from megascale.main_params.main_param import MainParam
+from megascale.main_params.base import MainParams
 from megascale.step.lending import lent, put_back
 from megascale.utils.nests import tensors_in
 from megascale.utils.portable import portable
@@ -29,20 +29,19 @@ class ExtraState:
     Args:
         optimizer: the wrapped torch optimizer, whose ``state_dict()`` and ``load_state_dict()`` are called.
         params: the main params of its parameters. While those two run, its param groups list them in place of the
-            model params, as in its ``step()``: what it keys by parameter, it keys by these.
-        is_sharded: whether main params are divided among ranks. A tensor outside of ``state[param]`` is then refused:
-            each rank has another one, and nothing says how they belong together.
+            model params, as in its ``step()``: what it keys by parameter, it keys by these. Where they are divided
+            among ranks, a tensor outside of ``state[param]`` is refused: each rank has another one, and nothing says
+            how they belong together.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, params: Iterable[MainParam], *, is_sharded: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, params: MainParams) -> None:
         self._optimizer = optimizer
         self._params = params
-        self._is_sharded = is_sharded
 
     def read(self, *, copy: bool) -> dict[str, Any]:
         """Return the entries, of tensors and primitives.
 
-        Raises StateDictError, naming it, for an entry that is neither, and for a tensor where ``is_sharded``.
+        Raises StateDictError, naming it, for an entry that is neither, and for a tensor where main params are divided.
         """
         if not _overrides(self._optimizer, "state_dict", _HOOKS[0]):
             return {}
@@ -52,7 +51,7 @@ class ExtraState:
     def require_savable(self) -> None:
         """Raise ArgumentError, naming it, for an entry that cannot be saved, or could not be loaded again.
 
-        Called before there are main params: ``params`` is not read.
+        Called before there are main params: ``params`` has none yet.
         """
         name = type(self._optimizer).__name__
         if not _overrides(self._optimizer, "state_dict", _HOOKS[0]):
@@ -108,7 +107,7 @@ class ExtraState:
         given = {name: value for name, value in self._optimizer.state_dict().items() if name not in _TORCHS}
         entries = {name: portable(value, f"{where}[{name!r}]", copy=copy) for name, value in given.items()}
         tensors = [name for name, value in entries.items() if any(True for _ in tensors_in(value))]
-        if tensors and self._is_sharded:
+        if tensors and self._params.is_sharded:
             raise StateDictError(
                 f"{where} has {tensors}, tensors that are not in state[param]: each rank of a DistributedOptimizer "
                 "would save another one; use MixedPrecisionOptimizer"
