@@ -63,37 +63,31 @@ class StepGraph:
                 "the step alone cannot be captured into a graph: its gradients are reduced by hooks in backward; give "
                 "forward_backward"
             )
-        self.output: Any = None
         self._optimizer = optimizer
         self._forward_backward = forward_backward
         device = optimizer._device
         optimizer._recipe.discard_prepared()  # of prepare_grads(): the graph holds a whole step
-        self._module = torch.get_device_module(device)
+        module = torch.get_device_module(device)
         # An fp64 tensor of its own on the device for each group, as kernels read it.
         self._rates = [torch.empty((), dtype=torch.float64, device=device) for _ in optimizer.param_groups]
         self._place_rates()
         with torch.accelerator.device_index(device.index):  # streams and graphs are those of the current device
-            self._capture(device, warmup)
-
-    def _capture(self, device: torch.device, warmup: int) -> None:
-        """Rehearse the step ``warmup`` times and capture it, on a stream of its own."""
-        optimizer = self._optimizer
-        stream = self._module.Stream(device)
-        stream.wait_stream(self._module.current_stream(device))
-        with self._module.stream(stream):
-            for _ in range(warmup):
-                self._run_forward_backward()
-                optimizer._recipe.rehearse()
-        self._module.current_stream(device).wait_stream(stream)
-        self._grads = self._grad_pointers()
-        if self._forward_backward is None:
-            optimizer.get_loss_scale()  # the caller writes gradients that are scaled already
-        self._graph = self._module.CUDAGraph()
-        # Only this thread is restricted: a DataLoader's thread may allocate pinned memory during the capture.
-        with self._module.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            self.output = self._run_forward_backward()
-            self._result = optimizer.step()
-        self._captured, self._held = optimizer._recipe.captured(), held_for_graph()
+            stream = module.Stream(device)
+            stream.wait_stream(module.current_stream(device))
+            with module.stream(stream):
+                for _ in range(warmup):
+                    self._run_forward_backward()
+                    optimizer._recipe.rehearse()
+            module.current_stream(device).wait_stream(stream)
+            self._grads = self._grad_pointers()
+            if forward_backward is None:
+                optimizer.get_loss_scale()  # the caller writes gradients that are scaled already
+            self._graph = module.CUDAGraph()
+            # Only this thread is restricted: a DataLoader's thread may allocate pinned memory during the capture.
+            with module.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self.output: Any = self._run_forward_backward()
+                self._result = optimizer.step()
+            self._captured, self._held = optimizer._recipe.captured(), held_for_graph()
 
     def replay(self) -> StepResult:
         """Run the step. Returns the same tensors each time, with the values of this replay.
