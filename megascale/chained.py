@@ -129,7 +129,17 @@ class ChainedOptimizer(MegascaleOptimizer):
     @override
     def _packed(self, *, copy: bool, decode: bool, to_load: bool) -> dict[str, Any]:
         self._names()  # a group may have been added to one of them
-        return _joined([one._pack(copy=copy, decode=decode, to_load=to_load) for one in self._optimizers])
+        parts = [one._pack(copy=copy, decode=decode, to_load=to_load) for one in self._optimizers]
+        shared: list[Any] = [next(iter(part["optimizer"].get(SHARED_STATE, [])), {}) for part in parts]
+        return StateDict(
+            optimizer={
+                "state": {name: state for part in parts for name, state in part["optimizer"]["state"].items()},
+                "param_groups": [group for part in parts for group in part["optimizer"]["param_groups"]],
+            }
+            | ({SHARED_STATE: shared} if any(shared) else {}),
+            main_params={name: main for part in parts for name, main in part["main_params"].items()},
+            **{key: parts[0][key] for key in SHARED_KEYS if key in parts[0]},
+        )
 
     def _names(self) -> list[list[str]]:
         """Return each optimizer's parameter names. Raises ArgumentError if two share one."""
@@ -184,16 +194,15 @@ def _check(optimizers: Sequence[Any], *, clip_alike: bool) -> None:
     """Raise ArgumentError or ArgumentTypeError unless ``optimizers`` can step as one. ``clip_alike``: by one norm."""
     if not optimizers:
         raise ArgumentError("optimizers is empty; pass one or more")
+    first = optimizers[0]
+    deciding = [".".join(("_config", one.name)) for one in fields(DecisionConfig)]
+    alike = ["_device", *(["clip_grad"] if clip_alike else []), *deciding]
     for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, MixedPrecisionOptimizer):
             raise ArgumentTypeError(
                 f"optimizers[{index}] must be a MixedPrecisionOptimizer or DistributedOptimizer, got "
                 f"{type(optimizer).__name__}"
             )
-    first = optimizers[0]
-    deciding = [".".join(("_config", one.name)) for one in fields(DecisionConfig)]
-    alike = ["_device", *(["clip_grad"] if clip_alike else []), *deciding]
-    for index, optimizer in enumerate(optimizers):
         for what in alike:
             mine, theirs = map(attrgetter(what), (optimizer, first))
             if mine != theirs:
@@ -217,17 +226,3 @@ def _check(optimizers: Sequence[Any], *, clip_alike: bool) -> None:
     ids = [id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     if len(ids) != len(set(ids)):
         raise ArgumentError("two of the optimizers hold the same parameter; give each parameter to one optimizer")
-
-
-def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state dicts of several optimizers as one."""
-    shared: list[Any] = [next(iter(part["optimizer"].get(SHARED_STATE, [])), {}) for part in parts]
-    return StateDict(
-        optimizer={
-            "state": {name: state for part in parts for name, state in part["optimizer"]["state"].items()},
-            "param_groups": [group for part in parts for group in part["optimizer"]["param_groups"]],
-        }
-        | ({SHARED_STATE: shared} if any(shared) else {}),
-        main_params={name: main for part in parts for name, main in part["main_params"].items()},
-        **{key: parts[0][key] for key in SHARED_KEYS if key in parts[0]},
-    )

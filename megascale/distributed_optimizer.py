@@ -184,8 +184,6 @@ def _names(chunks: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dic
             "modules holds a DistributedDataParallel, which would reduce every gradient a second time; pass the bare "
             "module"
         )
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    wanted = {id(param): index for index, param in enumerate(params)}
     names: dict[str, nn.Parameter] = {}
     found: set[int] = set()
     for index, chunk in enumerate(chunks):
@@ -194,10 +192,11 @@ def _names(chunks: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dic
             if id(param) not in found:  # one that chunks share has the first one's name
                 names[prefix + name] = param
                 found.add(id(param))
-    wanted = {key: index for key, index in wanted.items() if key not in found}
-    if wanted:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    missing = [index for index, param in enumerate(params) if id(param) not in found]
+    if missing:
         raise ArgumentError(
-            f"modules do not own parameter {min(wanted.values())} of the optimizer (and {len(wanted) - 1} more); pass "
+            f"modules do not own parameter {missing[0]} of the optimizer (and {len(missing) - 1} more); pass "
             f"every module whose parameters it updates; {BUILD_LAST}"
         )
     return names

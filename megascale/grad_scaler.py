@@ -304,14 +304,13 @@ class DynamicGradScaler(MegatronGradScaler):
             left = min(max(_parse_tracker(state_dict, "hysteresis_tracker", -LARGEST_TRACKER), 0), left)
         scale = entry(state_dict, "scale", validate.scale)
         growth = _parse_tracker(state_dict, "_growth_tracker" if is_torchs else "growth_tracker")
-        state = ScalerState(scale, growth, left)
-        if not self.min_scale <= state.scale <= self.max_scale:
+        if not self.min_scale <= scale <= self.max_scale:
             raise StateDictError(
-                f"grad scaler state 'scale' is {state.scale}, outside [min_scale={self.min_scale}, "
+                f"grad scaler state 'scale' is {scale}, outside [min_scale={self.min_scale}, "
                 f"max_scale={self.max_scale}]; "
                 "construct the scaler with bounds that hold it"
             )
-        return state
+        return ScalerState(scale, growth, left)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

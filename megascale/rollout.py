@@ -41,8 +41,7 @@ def rollout_weights(
     if optimizer is not None:
         optimizer.finish_param_gather()
     state = model.state_dict()
-    meshes = dict.fromkeys(value.device_mesh for value in state.values() if is_dtensor(value))
-    for mesh in meshes:
+    for mesh in dict.fromkeys(value.device_mesh for value in state.values() if is_dtensor(value)):
         for dim in range(mesh.ndim):
             meet(mesh.get_group(dim), "rollout_weights()")
     for name, value in state.items():
