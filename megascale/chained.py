@@ -177,7 +177,7 @@ class ChainedOptimizer(MegascaleOptimizer):
                 "optimizer": {
                     "state": _picked(states, own),
                     "param_groups": list(islice(rest, len(optimizer.param_groups))),
-                    SHARED_STATE: own_shared,
+                    SHARED_STATE: [own_shared],
                 },
                 "main_params": _picked(mains, own),
                 **{key: state_dict[key] for key in SHARED_KEYS if key in state_dict},

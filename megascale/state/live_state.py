@@ -154,9 +154,11 @@ class LiveState:
 
         Those of a DistributedOptimizer, and those whose main params are remainders, which a later write resets.
         """
-        mains = self.main_params
-        held = [param for param in mains if param.is_copy and (mains.is_sharded or param.remainder is not None)]
-        return {id(param.model) for param in held}
+        return {
+            id(param.model)
+            for param in self.main_params
+            if param.is_copy and (self.main_params.is_sharded or param.remainder is not None)
+        }
 
     def check(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
         """Check all of a state dict, in our layout under live names, but its values: first names, then the rest.

@@ -143,11 +143,11 @@ def check_groups(given: Sequence[Mapping[str, Any]], live: Sequence[Sequence[str
 
 
 def pack_shared(state: Mapping[Any, Any], *, copy: bool) -> dict[str, Any]:
-    """Return the entries of an optimizer's ``state`` whose keys are no parameters, as ``{"shared_state": [...]}``.
+    """Return ``state``, an optimizer's that belongs to no parameter, as ``{"shared_state": [...]}``.
 
     Empty where there is none. Raises StateDictError naming a key or value that a state dict cannot hold.
     """
-    shared = {plain(key): value for key, value in state.items() if not isinstance(key, Tensor)}
+    shared = {plain(key): value for key, value in state.items()}
     for key in shared:
         if not isinstance(key, PRIMITIVES):
             raise StateDictError(
@@ -159,13 +159,12 @@ def pack_shared(state: Mapping[Any, Any], *, copy: bool) -> dict[str, Any]:
 
 
 def check_shared(given: Any, live: Mapping[Any, Any], *, strict: bool) -> dict[Any, Any]:
-    """Return the shared state of one optimizer's state dict. ``live``: its ``state``.
+    """Return the shared state of one optimizer's state dict. ``live``: what it has here.
 
     Raises StateDictError if it has another form, or lacks a key that is live.
     """
-    [shared] = shared_by_optimizer(given, 1, strict=strict)
-    found = dict(shared[0]) if shared else {}
-    missing = [key for key in live if not isinstance(key, Tensor) and key not in found]
+    [found] = shared_by_optimizer(given, 1, strict=strict)
+    missing = [key for key in live if key not in found]
     if missing and strict:
         raise StateDictError(
             f"state dict lacks the optimizer's state[{missing[0]!r}], which belongs to no parameter; load with "
@@ -174,8 +173,8 @@ def check_shared(given: Any, live: Mapping[Any, Any], *, strict: bool) -> dict[A
     return {key: portable(value, f"optimizer.state[{key!r}]", copy=False) for key, value in found.items()}
 
 
-def shared_by_optimizer(given: Any, count: int, *, strict: bool) -> list[list[Mapping[Any, Any]]]:
-    """Return the shared state of each of ``count`` optimizers: a list of one dict, or of none.
+def shared_by_optimizer(given: Any, count: int, *, strict: bool) -> list[Mapping[Any, Any]]:
+    """Return the shared state of each of ``count`` optimizers, empty where there is none.
 
     For another number of optimizers: raises StateDictError, or, if not ``strict``, leaves the state out.
     """
@@ -183,13 +182,13 @@ def shared_by_optimizer(given: Any, count: int, *, strict: bool) -> list[list[Ma
     if not isinstance(shared, (list, tuple)) or not all(isinstance(one, Mapping) for one in shared):
         raise StateDictError(f"state dict's 'optimizer.{SHARED_STATE}' must be a list of dicts")
     if len(shared) == count:
-        return [[one] for one in shared]
+        return list(shared)
     if shared and strict:
         raise StateDictError(
             f"state dict's 'optimizer.{SHARED_STATE}' is that of {len(shared)} optimizers, here are {count}; chain as "
             "many, or load with strict=False to leave it out"
         )
-    return [[] for _ in range(count)]
+    return [{}] * count
 
 
 def placed_like(value: Any, live: Any) -> Any:
@@ -214,17 +213,23 @@ def loadable_options(group: Mapping[str, Any], index: int) -> dict[str, Any]:
 def check_state(name: str, state: Any, param: Tensor, required: Collection[str]) -> None:
     """Raise StateDictError for one parameter's saved state that is not portable or not complete.
 
-    Each of ``required`` must be there, in the parameter's shape (``step``: one element).
+    Each of ``required`` must be there, in the parameter's shape (``step``: one element), codes with their scales.
     """
     if not isinstance(state, Mapping):
         raise StateDictError(f"optimizer state of {name!r} must be a dict, got {type(state).__name__}")
     for key in required:
         if key not in state:
             raise StateDictError(f"optimizer state of {name!r} lacks {key!r}; it has {sorted(map(str, state))}")
-        if key != "step" and is_code(key, state[key]):
-            check_codes(name, key, state, param)
-        elif key != "step":
+        if key != "step":
             check_tensor(name, key, state[key], param)
+        if is_code(key, state[key]):
+            scale = state.get(f"{key}{SCALE_SUFFIX}")
+            groups = num_groups(param.numel())
+            if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.numel() != groups:
+                raise StateDictError(
+                    f"{key} of {name!r} is held as {state[key].dtype} codes and needs {key}{SCALE_SUFFIX}, a "
+                    f"torch.float32 tensor of {groups} scales; save the whole state"
+                )
     step = state.get("step", 0)
     if not isinstance(step, (int, float)) and not (
         isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex()
@@ -236,24 +241,9 @@ def check_state(name: str, state: Any, param: Tensor, required: Collection[str])
         _require_values(f"{key} of {name!r}", value)
 
 
-def check_codes(name: str, key: str, state: Mapping[str, Any], param: Tensor) -> None:
-    """Raise StateDictError unless a moment held as codes has the parameter's shape, and a scale for each group."""
-    codes, scale = state[key], state.get(f"{key}{SCALE_SUFFIX}")
-    if codes.shape != param.shape:
-        raise StateDictError(
-            f"{key} of {name!r} has shape {tuple(codes.shape)}, the parameter has {tuple(param.shape)}"
-        )
-    groups = num_groups(param.numel())
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.numel() != groups:
-        raise StateDictError(
-            f"{key} of {name!r} is held as {codes.dtype} codes and needs {key}{SCALE_SUFFIX}, a torch.float32 tensor "
-            f"of {groups} scales; save the whole state"
-        )
-
-
 def check_tensor(name: str, what: str, value: Any, like: Tensor) -> None:
-    """Raise StateDictError unless ``value`` is a floating point tensor of the shape of ``like``."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    """Raise StateDictError unless ``value`` is a floating point tensor, or codes, of the shape of ``like``."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or is_code(what, value)):
         codes = f" or {MOMENT_CODES[what]} codes" if what in MOMENT_CODES else ""
         described = (
             f"{value.dtype} tensor" if isinstance(value, Tensor) else f"{value!r} of type {type(value).__name__}"

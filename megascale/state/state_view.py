@@ -103,8 +103,7 @@ class ParamEntries(_View[str]):
 
     def pop(self, name: str, *default: Any) -> Any:
         """Take an entry out, as a copy: what its place shows is then the next one."""
-        value = super().pop(name, *default)
-        return map_tensors(torch.clone, value)
+        return map_tensors(torch.clone, super().pop(name, *default))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies: a tensor that is pickled or deep-copied takes all that shares its memory along.
@@ -214,8 +213,7 @@ class StateView(_View[Any]):
         if isinstance(value, StateView):
             return value._sources[0].state
         own: defaultdict[Any, Any] = defaultdict(dict)
-        taken = StateView([replace(self._sources[0], state=own)])
-        taken.update(value)
+        StateView([replace(self._sources[0], state=own)]).update(value)
         return own
 
     def _find(self, key: object) -> LiveState | None:

@@ -59,8 +59,9 @@ class StateDict(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         if key not in TORCH_KEYS or "optimizer" not in self:
-            is_ours = "optimizer" in self
-            raise KeyError(key if is_ours else f"{key} (it was read as torch's layout: call state_dict() again)")
+            raise KeyError(
+                key if "optimizer" in self else f"{key} (it was read as torch's layout: call state_dict() again)"
+            )
         layout = to_torch_layout(self)
         self.clear()
         self.update(layout)
@@ -180,8 +181,7 @@ def from_torch_layout(given: Mapping[str, Any], live: Mapping[str, Any], *, stri
         StateDictError: naming what is missing or does not fit.
     """
     _check(given)
-    groups = live["optimizer"]["param_groups"]
-    names = _names_by_key(given["param_groups"], [group["params"] for group in groups])
+    names = _names_by_key(given["param_groups"], [group["params"] for group in live["optimizer"]["param_groups"]])
     shared = _shared_state(given, names, live)
     extra = {key: value for key, value in given.items() if key not in TORCH_KEYS}
     if extra and any(EXTRA_STATE in one for one in live["optimizer"].get(SHARED_STATE, [])):
@@ -305,10 +305,8 @@ def _common_value(what: str, every: Sequence[Mapping[str, Any]], live: Mapping[s
     With ``full_state_dict=True`` torch's functions fill in the loading optimizer's ``live`` entries for parameters that
     are frozen or missing in the file: such copies are ignored.
     """
-    if not every or not every[0]:
-        return {}
     found: dict[str, Any] = {}
-    for key in every[0]:
+    for key in every[0] if every else ():
         copies = [_zero_dim(one[key]).detach() for one in every if key in one]
         values = set(torch.stack(copies).tolist())
         if len(values) > 1 and key in live:
