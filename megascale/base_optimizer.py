@@ -278,13 +278,11 @@ class MegascaleOptimizer(torch.optim.Optimizer):
         self._call_wrapped("eval")
 
     def _call_wrapped(self, name: str) -> None:
-        pairs = zip(self._recipe.members, self._parts(), strict=True)
-        methods = [(member, getattr(part._inner, name, None)) for member, part in pairs]
-        found = [(member, method) for member, method in methods if callable(method)]
-        if found:
-            with lent_main_params(self._recipe, [member for member, _ in found], None, with_grads=False):
-                for _, method in found:
-                    method()
+        having = [member for member in self._recipe.members if callable(getattr(member.optimizer, name, None))]
+        if having:
+            with lent_main_params(self._recipe, having, None, with_grads=False):
+                for member in having:
+                    getattr(member.optimizer, name)()
 
     def main_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, main param) of every trainable parameter, live. An fp32 model param is its own main param.

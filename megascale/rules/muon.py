@@ -34,11 +34,10 @@ _POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
 _SAFETY = 1.01
-_LAST: Coefficients = (1.875, -1.25, 0.375)
 
 POLAR_EXPRESS: tuple[Coefficients, ...] = (
     *((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS),
-    _LAST,
+    (1.875, -1.25, 0.375),
 )
 """Polar Express (arXiv 2505.16932): one polynomial for each iteration, the best of its degree for singular values from
 1e-3 to 1. A safety factor of 1.01 allows for the rounding of bf16. Further iterations repeat the last polynomial."""

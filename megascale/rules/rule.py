@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from megascale.utils.nests import tensors_in
+
 if TYPE_CHECKING:
     from megascale.config import OptimizerConfig
 
@@ -104,9 +106,8 @@ class Rule:
         The reason follows "<the class> has", and ends with the remedy. Tensors other than the rate need
         torch's own step.
         """
-        values = [options[name] for name in self.numbers]
-        parts = [part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,))]
-        return "options that are tensors: give numbers" if any(isinstance(part, Tensor) for part in parts) else None
+        has_tensors = any(True for _ in tensors_in([options[name] for name in self.numbers]))
+        return "options that are tensors: give numbers" if has_tensors else None
 
     def hyper(self, options: Options, lr: float | Tensor, kind: type) -> Hyper:
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it.
