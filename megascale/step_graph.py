@@ -137,8 +137,7 @@ def check_capturable(optimizer: Any) -> None:
         raise ArgumentTypeError(
             f"optimizer must be a MixedPrecisionOptimizer or a DistributedOptimizer, got {type(optimizer).__name__}"
         )
-    members = optimizer._recipe.members
-    reason = next(filter(None, (member.why_not_capturable() for member in members)), None)
+    reason = optimizer._member.why_not_capturable()
     device = optimizer._device
     if reason is None and not hasattr(torch.get_device_module(device), "CUDAGraph"):
         reason = f"its parameters are on {device}, which has no graphs: move the model to a GPU"

@@ -288,8 +288,9 @@ class LiveState:
             elif isinstance(value, Tensor):
                 live = self.state.get(param, {}).get(key)
                 # Whether a 0-d one is an element of a 0-d parameter or a number beside it, live state tells.
-                is_number = value.dim() == 0 and isinstance(live, Tensor)
-                is_number = is_number and main is not None and live.shape != main.main.shape
+                is_number = (
+                    value.dim() == 0 and isinstance(live, Tensor) and main is not None and live.shape != main.main.shape
+                )
                 placed[key] = (
                     self.main_params.to_local(param, value, value.dtype)
                     if is_cut and not is_number and is_per_element(key, value, param)
