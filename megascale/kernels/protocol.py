@@ -39,6 +39,8 @@ class Operands:
         remainder: int16, contiguous as ``model`` is: main params are held as remainders, see
             :mod:`megascale.kernels.remainders`, and ``main`` has no memory in an update. Empty: ``main`` holds the
             values.
+        groups: the number of parameters of each param group, one after the other. Empty: they are of one. See
+            :meth:`megascale.kernels.ReferenceBackend.kind_of`.
         tables: what backends have made of all tensors but gradients.
     """
 
@@ -49,6 +51,7 @@ class Operands:
     step: list[Tensor] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
     remainder: list[Tensor] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
     tables: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -57,7 +60,7 @@ class Operands:
         return any(map(is_scale, self.state))
 
     def pick(self, indices: Sequence[int]) -> "Operands":
-        """Return the operands of the parameters at ``indices``. A list that is empty, as unused ones are, stays so."""
+        """Return the operands of the parameters at ``indices``, one param group. Lists that are empty stay so."""
 
         def pick(column: Sequence[T]) -> list[T]:
             return [column[index] for index in indices] if column else []

@@ -13,7 +13,7 @@ from megascale.kernels.decision import Decision, TensorStats, TorchDecisions
 from megascale.kernels.protocol import Operands
 from megascale.kernels.rounding import TorchRounding, of_trained
 from megascale.kernels.tensors.tensor_list import TensorList
-from megascale.rules import AdamHyper, LionHyper, SgdHyper
+from megascale.rules import AdamHyper, Hyper, LionHyper, SgdHyper
 
 
 class ReferenceBackend(TorchDecisions, TorchRounding):
@@ -25,6 +25,14 @@ class ReferenceBackend(TorchDecisions, TorchRounding):
     """
 
     name = "reference"
+
+    def kind_of(self, hyper: Hyper) -> object:
+        """Return what is equal for param groups that one call of an update can take together: here for none.
+
+        Such an update takes further hyperparameters behind its other arguments, those of each param group but the
+        first; ``operands.groups`` says how many parameters each has.
+        """
+        return object()
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool) -> TensorStats:
         """Measure ``grads``, of any dtypes, at least one of which is there. Every statistic of a None is 0."""

@@ -207,8 +207,8 @@ class MainParams:
         return self._units
 
     def make_units(self) -> list[UpdateUnit]:
-        """Return the units of :attr:`ordered`: here as few as there can be of each param group."""
-        return [unit for group, params in enumerate(self.ordered) for unit in units_of(group, params)]
+        """Return the units of :attr:`ordered`: here as few as there can be."""
+        return units_of(self.ordered)
 
     def live_in_host_memory(self, config: StepConfig, device: torch.device) -> None:
         """Make main params that are copies in host memory, if ``config`` says so. ``device``: of the model params."""

@@ -165,7 +165,7 @@ class ShardedMainParams(MainParams):
                 if id(param) in group_of:
                     params, elsewhere = by_group.setdefault(group_of[id(param)], ([], []))
                     (params if param.main.numel() else elsewhere).append(param)
-            found += [UpdateUnit(group, *pieces) for group, pieces in by_group.items()]
+            found += [UpdateUnit({group: here}, elsewhere) for group, (here, elsewhere) in by_group.items()]
         return found
 
     @override

@@ -1,6 +1,8 @@
 """Main params that are updated in one go."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -14,50 +16,56 @@ SLICE = 1 << 24
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class UpdateUnit:
-    """Main params that one kernel call updates: of one param group, device and dtype, all held as remainders or none.
+    """Main params that are updated together: of one device and dtype, all held as remainders or none.
 
     All of them share a dense memory layout with their model params, or none does. The same object is kept, for caches,
     until params or memory change.
 
     Attributes:
-        group: the index of their param group.
-        params: in the order of the update; where sharded, those of which this rank owns elements.
-        elsewhere: empty pieces of parameters that are gathered with these, and whose elements other ranks own. No step
-            goes through them: a rank holds them so that all ranks have the same state, and count the same steps.
+        groups: the main params of each param group, by its index; where sharded, those that this rank owns some of.
+        params: all of these, in the order of the update.
+        elsewhere: empty pieces of parameters that are gathered with these, and whose elements other ranks own; the unit
+            is of one param group then. No step goes through them: a rank holds them so that all ranks have the same
+            state, and count the same steps.
         counted: those of ``elsewhere`` that are trained, and have a gradient in every step therefore.
         is_on_host: whether main params live in host memory: all of them do, or none.
         slots: of ``params`` in the tracker of writes.
     """
 
-    group: int
-    params: list[MainParam]
+    groups: dict[int, list[MainParam]]
     elsewhere: list[MainParam] = field(default_factory=list)
+    params: list[MainParam] = field(init=False)
     counted: list[MainParam] = field(init=False)
     is_on_host: bool = field(init=False)
     slots: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.params = list(chain.from_iterable(self.groups.values()))
         self.counted = [param for param in self.elsewhere if param.model.requires_grad]
         self.is_on_host = any(param.on_host is not None for param in (*self.params, *self.elsewhere))
         self.slots = [param.slot for param in self.params]
 
 
-def units_of(group: int, params: list[MainParam]) -> list[UpdateUnit]:
-    """Return the units of parameters of one group; first those on devices, then slices of those in host memory."""
-    alike: dict[tuple[bool, torch.device, torch.dtype, bool], list[MainParam]] = {}
-    for param in params:
+def units_of(ordered: Sequence[list[MainParam]]) -> list[UpdateUnit]:
+    """Return the units of all param groups; first those on devices, then slices of those in host memory."""
+    alike: dict[tuple[bool, torch.device, torch.dtype, bool], dict[int, list[MainParam]]] = {}
+    for group, param in ((group, param) for group, params in enumerate(ordered) for param in params):
         memory = held(param.memory)
         is_dense = flat([memory, param.rounded if param.is_copy else memory]) is not None
-        alike.setdefault((param.on_host is not None, memory.device, memory.dtype, is_dense), []).append(param)
+        kind = (param.on_host is not None, memory.device, memory.dtype, is_dense)
+        alike.setdefault(kind, {}).setdefault(group, []).append(param)
     units: list[UpdateUnit] = []
-    for kind in sorted(alike, key=lambda kind: kind[0]):
-        taken, numel = list[MainParam](), 0
-        for param in alike[kind]:
-            # While a slice travels, the next one is updated.
-            if taken and param.on_host is not None and numel + param.main.numel() > SLICE:
-                units.append(UpdateUnit(group, taken))
-                taken, numel = [], 0
-            taken.append(param)
-            numel += param.main.numel()
-        units.append(UpdateUnit(group, taken))
+    for (is_on_host, *_), groups in sorted(alike.items(), key=lambda item: item[0][0]):
+        if not is_on_host:
+            units.append(UpdateUnit(groups))
+        for group, params in groups.items() if is_on_host else ():
+            taken, numel = list[MainParam](), 0
+            for param in params:
+                # While a slice travels, the next one is updated.
+                if taken and numel + param.main.numel() > SLICE:
+                    units.append(UpdateUnit({group: taken}))
+                    taken, numel = [], 0
+                taken.append(param)
+                numel += param.main.numel()
+            units.append(UpdateUnit({group: taken}))
     return units

@@ -24,6 +24,7 @@ class LionHyper(Hyper):
     beta2: float
     weight_decay: float
     maximize: bool
+    decoupled: ClassVar[bool] = True
 
 
 class LionRule(Rule):

@@ -24,6 +24,7 @@ class SgdHyper(Hyper):
     weight_decay: float
     nesterov: bool
     maximize: bool
+    decoupled: ClassVar[bool] = False
 
 
 class SgdRule(Rule):

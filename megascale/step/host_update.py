@@ -109,7 +109,7 @@ class HostUpdate(KernelUpdate):
         prepared = super().prepare(
             [self._on_host(pending) if pending.unit.is_on_host else pending for pending in updates]
         )
-        return [replace(pending, call=one.call) for pending, one in zip(updates, prepared, strict=True)]
+        return [replace(pending, kernels=one.kernels) for pending, one in zip(updates, prepared, strict=True)]
 
     @override
     def prepare_own_step(self, updates: Sequence[PendingUpdate], why: str) -> list[PendingUpdate]:
@@ -125,16 +125,16 @@ class HostUpdate(KernelUpdate):
 
         Raises UsageError for a rate on a device.
         """
-        lr = pending.options.get("lr")
+        [options] = pending.options
+        lr = options.get("lr")
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             raise UsageError(
                 f"lr of a param group is a tensor on {lr.device}, and optimizer_cpu_offload=True updates in host "
                 "memory; give it a number, or a tensor on the CPU"
             )
-        options = pending.options | {"lr": lr.clone()} if isinstance(lr, Tensor) else pending.options
-        return replace(
-            pending, grads=make_grad_memory(_buffers(pending), pending.grads, pin=self._pins), options=options
-        )
+        grads = make_grad_memory(_buffers(pending), pending.grads, pin=self._pins)
+        copied = options | {"lr": lr.clone()} if isinstance(lr, Tensor) else options
+        return replace(pending, grads=grads, options=[copied])
 
     @override
     def raise_failure(self) -> None:
@@ -214,10 +214,10 @@ class HostUpdate(KernelUpdate):
         found_inf, coefficient, are_written = self._numbers
         decision = Decision(found_inf, coefficient, coefficient, coefficient)
         # Not self: see _Findings.
-        call, params, findings = pending.call, pending.unit.params, self._findings
+        kernels, findings = pending.kernels, self._findings
 
         def task() -> bool:
-            if findings.failure.error is not None or call is None:  # prepare() has refused what has no call
+            if findings.failure.error is not None or kernels is None:  # prepare() has refused what has none
                 return False
             try:
                 if arrived is not None:
@@ -230,7 +230,7 @@ class HostUpdate(KernelUpdate):
                         "or leave overlap_cpu_optimizer_d2h_h2d=False"
                     )
                 with torch.no_grad():
-                    findings.flags += call.run(params, TensorList(copies), decision)
+                    findings.flags += kernels.run(TensorList(copies), decision)
             except Exception as error:  # whatever it is: all ranks raise it at the next step
                 findings.failure.note(error, f"{type(error).__name__}: {error}")
                 return False

@@ -1,7 +1,7 @@
 """The rules of :mod:`megascale.rules` on kernels, which read ``found_inf`` on the device."""
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
+from itertools import chain, groupby
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,12 +12,7 @@ from typing_extensions import override
 
 from megascale.config import StepConfig
 from megascale.errors import UsageError
-from megascale.kernels import (
-    Backend,
-    Decision,
-    Operands,
-    ReferenceBackend,
-)
+from megascale.kernels import Backend, Decision, Operands
 from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.segments import side_by_side
@@ -27,15 +22,20 @@ from megascale.rules.options import require_options
 from megascale.step.compact_state import require_supported, start_of, with_scales
 from megascale.step.kernel_state import KernelState, rate
 from megascale.step.torch_step import GeneralUpdate
-from megascale.step.update import Kernel, KernelCall, MarkWritten, OverflowFlags, PendingUpdate
+from megascale.step.update import Kernel, KernelCall, KernelCalls, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import held, to_local
 
 _STORAGE: Callable[[Tensor], Any] = Tensor.untyped_storage
 _ADDRESS: Callable[[Any], int] = torch.UntypedStorage.data_ptr
 
+_Run = tuple[slice, list[str], list[int], list[Hyper]]
+"""Param groups that one call updates: their part of a unit's main params, the names of the state; and of each group
+the number of its parameters, and its hyperparameters.
+"""
+
 
 class KernelUpdate(GeneralUpdate):
-    """Runs an optimizer's rule: state made at once, one kernel call per unit.
+    """Runs an optimizer's rule: state made at once, and as few kernel calls per unit as its backend lets.
 
     With step hooks, or options that the rule's kernels cannot run, the optimizer's own ``step()`` runs instead.
     """
@@ -43,7 +43,7 @@ class KernelUpdate(GeneralUpdate):
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: StepConfig, rule: Rule) -> None:
         super().__init__(optimizer, backend)
         self.rule = rule
-        self._calls: WeakKeyDictionary[UpdateUnit, KernelCall] = WeakKeyDictionary()
+        self._kernels: WeakKeyDictionary[UpdateUnit, KernelCalls] = WeakKeyDictionary()
         self._option_names = ("lr", *rule.numbers, *rule.flags)
         self._read_names = (*self._option_names, *rule.may_read)
         dtypes = {name: moment.dtype(getattr(config, moment.field)) for name, moment in MOMENTS.items()}
@@ -55,10 +55,9 @@ class KernelUpdate(GeneralUpdate):
         """Return the backend that updates a unit."""
         return self.backend
 
-    def kernel_of(self, unit: UpdateUnit) -> Kernel:
-        """Return what updates a unit: the backend's kernel, else the reference's. It must not refer to this object."""
-        backend, name = self.backend_of(unit), self.rule.kernel or ""
-        kernel: Kernel = getattr(backend if hasattr(backend, name) else ReferenceBackend(), name)
+    def kernel_of(self, unit: UpdateUnit, part: slice) -> Kernel:
+        """Return what updates ``part`` of a unit's main params: it must not refer to this object."""
+        kernel: Kernel = getattr(self.backend_of(unit), self.rule.kernel or "")
         return kernel
 
     @override
@@ -72,26 +71,28 @@ class KernelUpdate(GeneralUpdate):
 
     @override
     def release_memory(self) -> None:
-        self._calls.clear()
+        self._kernels.clear()
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         # All units first: an obstacle of one sends all of them to the optimizer's own step().
-        is_obstructed, are_same = self.is_hooked, list[bool]()
+        obstacle, read = "step hooks: remove them" if self.is_hooked else None, []
         for pending in updates:
-            call = self._calls.get(pending.unit)
+            values: list[Any] = []
+            for options in pending.options:
+                values += map(options.get, self._read_names)
+            kept = self._kernels.get(pending.unit)
             # Hyperparameters serve while the options are the same objects as when they were read.
-            same = call is not None and all(map(is_, call.values, map(pending.options.get, self._read_names)))
-            if not same:
-                require_options(pending.options, self._option_names)
-                is_obstructed = is_obstructed or self.rule.obstacle(pending.options) is not None
-            are_same.append(same)
-        if is_obstructed:
-            obstacles = [self.rule.obstacle(pending.options) for pending in updates]
-            return self.prepare_own_step(updates, next(filter(None, obstacles), "step hooks: remove them"))
+            is_same = kept is not None and all(map(is_, kept.values, values))
+            for options in () if is_same else pending.options:
+                require_options(options, self._option_names)
+                obstacle = self.rule.obstacle(options) or obstacle
+            read.append(None if is_same else values)
+        if obstacle is not None:
+            return self.prepare_own_step(updates, obstacle)
         return [
-            PendingUpdate(one.options, one.unit, one.grads, self._call(one.unit, one.options, has_same_options=same))
-            for one, same in zip(updates, are_same, strict=True)
+            PendingUpdate(one.options, one.unit, one.grads, self._kernels_of(one, values))
+            for one, values in zip(updates, read, strict=True)
         ]
 
     def prepare_own_step(self, updates: Sequence[PendingUpdate], why: str) -> list[PendingUpdate]:
@@ -113,9 +114,9 @@ class KernelUpdate(GeneralUpdate):
     ) -> list[OverflowFlags]:
         overflow_flags: list[OverflowFlags] = []
         for pending in updates:
-            if pending.call is None:  # as in all updates: the optimizer's own step() is to run
+            if pending.kernels is None:  # as in all updates: the optimizer's own step() is to run
                 return super().apply(updates, decision, mark_written)
-            overflow_flags += pending.call.run(pending.unit.params, pending.grads, decision)
+            overflow_flags += pending.kernels.run(pending.grads, decision)
             mark_written(pending.unit)  # last of the unit: it may send away what was just written
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -156,45 +157,63 @@ class KernelUpdate(GeneralUpdate):
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
         return self.rule.hyper(options, rate(options), type(self.optimizer))
 
-    def _call(self, unit: UpdateUnit, options: dict[str, Any], *, has_same_options: bool) -> KernelCall:
-        """Return the kernel call of a unit: that of the step before, while all of it serves.
+    def _kernels_of(self, pending: PendingUpdate, values: list[Any] | None) -> KernelCalls:
+        """Return what updates a unit: that of the step before, while all of it serves.
+
+        ``values``: of the options; None: they are what they were.
 
         Raises UsageError, before any value has changed, for state that an option needs and that was not loaded.
         """
-        call = self._calls.get(unit)
+        unit, backend = pending.unit, self.backend_of(pending.unit)
+        kept = self._kernels.get(unit)
         # Main params and state never move. Only their storages may, as into shared memory.
-        serves = call is not None and list(map(_ADDRESS, call.storages)) == call.addresses
-        if call is not None and serves and has_same_options:
-            return call
-        values = [options.get(name) for name in self._read_names]
-        if not all(map(_is_constant, values)):
+        if kept is not None and list(map(_ADDRESS, kept.storages.values())) != list(kept.storages):
+            kept = None
+        if kept is not None and values is None:
+            return kept
+        if values is None or not all(map(_is_constant, values)):
             values = [object()]  # such a value can be written, and stay the same object
-        hyper, names = self.hyper(options), with_scales(self.required_state(options), self._dtypes)
-        if call is not None and serves and call.names == names:
-            call = call._replace(values=values, hyper=hyper)
-        else:
-            self._state.create([*unit.params, *unit.elsewhere], names, fills=False)
-            state = self._state.columns(unit.params, names)
-            steps = self._state.columns(unit.counted, ["step"])["step"] if "step" in names else []
-            copies = (param.memory for param in unit.params if param.is_copy)
-            storages = map(_STORAGE, map(held, chain(copies, steps, *state.values())))
-            # Held, so that no address is that of other memory.
-            by_address = {storage.data_ptr(): storage for storage in storages}
-            rounds_to_fp16 = any(param.is_copy and param.model.dtype == torch.float16 for param in unit.params)
-            operands, counts = _operands(unit.params, state), side_by_side(steps)
-            call = KernelCall(
-                self.kernel_of(unit),
-                values,
-                hyper,
-                names,
-                operands,
-                counts,
-                rounds_to_fp16,
-                list(by_address.values()),
-                list(by_address),
+        # One call updates neighbouring param groups that the kernel can take together.
+        groups = []
+        for options, params in zip(pending.options, unit.groups.values(), strict=True):
+            hyper, names = self.hyper(options), with_scales(self.required_state(options), self._dtypes)
+            groups.append((names, backend.kind_of(hyper), hyper, len(params)))
+        runs, stop = list[_Run](), 0
+        for (names, _), together in groupby(groups, lambda group: group[:2]):
+            *_, hypers, sizes = map(list, zip(*together, strict=True))
+            runs.append((slice(stop, stop := stop + sum(sizes)), names, sizes, hypers))
+        if kept is None or [call[:2] for call in kept.calls] != [run[:2] for run in runs]:
+            kept = self._made(unit, runs)
+        calls = [call._replace(hypers=hypers) for call, (*_, hypers) in zip(kept.calls, runs, strict=True)]
+        self._kernels[unit] = kept._replace(values=values, calls=calls)
+        return self._kernels[unit]
+
+    def _made(self, unit: UpdateUnit, runs: Sequence[_Run]) -> KernelCalls:
+        """Return new calls, one for each run, without hyperparameters."""
+        calls, counts, memory = list[KernelCall](), list[Tensor](), [one.memory for one in unit.params if one.is_copy]
+        for part, names, sizes, _ in runs:
+            params = unit.params[part]
+            self._state.create([*params, *unit.elsewhere], names, fills=False)
+            state = self._state.columns(params, names)
+            counts += self._state.columns(unit.counted, ["step"])["step"] if "step" in names else []
+            memory += chain.from_iterable(state.values())
+            # By to_local() DTensors' are other tensors than those that programs see, and may point elsewhere.
+            mains = [to_local(param.main) for param in params]
+            columns = {name: [to_local(tensor) for tensor in column] for name, column in state.items()}
+            operands = Operands(
+                model=[param.rounded if param.is_copy else main for param, main in zip(params, mains, strict=True)],
+                main=mains,
+                step=columns.pop("step", []),
+                state=columns,
+                start=[start_of(param) for param in params] if any(map(is_scale, state)) else [],
+                remainder=[to_local(param.remainder) for param in params if param.remainder is not None],
+                groups=sizes,
             )
-        self._calls[unit] = call
-        return call
+            are_fp16 = any(param.is_copy and param.model.dtype == torch.float16 for param in params)
+            calls.append(KernelCall(part, names, self.kernel_of(unit, part), operands, params if are_fp16 else []))
+        # Held, so that no address is that of other memory.
+        storages = {storage.data_ptr(): storage for storage in map(_STORAGE, map(held, [*memory, *counts]))}
+        return KernelCalls(calls, side_by_side(counts), storages)
 
 
 def _is_constant(value: Any) -> bool:
@@ -202,18 +221,3 @@ def _is_constant(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(_is_constant, value))
     return value is None or type(value) in (float, int, bool, str)
-
-
-def _operands(params: Sequence[MainParam], state: Mapping[str, Sequence[Tensor]]) -> Operands:
-    """Return the operands of a unit, without gradients. ``state``: one tensor for each of ``params``, by name."""
-    # By to_local() DTensors' are other tensors than those that programs see, and may point elsewhere.
-    mains = [to_local(param.main) for param in params]
-    columns = {name: [to_local(tensor) for tensor in column] for name, column in state.items()}
-    return Operands(
-        model=[param.rounded if param.is_copy else main for param, main in zip(params, mains, strict=True)],
-        main=mains,
-        step=columns.pop("step", []),
-        state=columns,
-        start=[start_of(param) for param in params] if any(map(is_scale, state)) else [],
-        remainder=[to_local(param.remainder) for param in params if param.remainder is not None],
-    )

@@ -129,7 +129,7 @@ class ReadyGrads:
         grads = self._read(listed)
         pairs = zip(units, grads.cut(listed.slices), strict=True)
         updates = [
-            PendingUpdate(param_groups[unit.group], unit, part)
+            PendingUpdate(list(map(param_groups.__getitem__, unit.groups)), unit, part)
             for unit, part in pairs
             if part.num_there or unit.counted
         ]

@@ -97,8 +97,9 @@ class StepMember:
         state = self.optimizer.state
         for gone in [key for key in state if isinstance(key, Tensor) and id(key) not in here]:
             del state[gone]
-        for unit in self.main_params.units():  # state lies in memory as it is updated
-            new = [param for param in chain(unit.params, unit.elsewhere) if id(param) in created]
+        for unit, group in [(one, group) for one in self.main_params.units() for group in one.groups]:
+            # State lies in memory as it is updated.
+            new = [param for param in chain(unit.groups[group], unit.elsewhere) if id(param) in created]
             for param in new:
                 self.grads.validate_param(param)
                 if self.main_params.is_sharded and param.model in state:
@@ -109,7 +110,7 @@ class StepMember:
                         else value
                         for key, value in state[param.model].items()
                     }
-            self.update.create_states(param_groups[unit.group], new)
+            self.update.create_states(param_groups[group], new)
 
     def require_not_lent(self, call: str) -> None:
         """Raise UsageError inside the context of :mod:`megascale.step.main_grads`."""

@@ -164,8 +164,8 @@ class MuonUpdate(KernelUpdate):
         self._supported: WeakKeyDictionary[UpdateUnit, bool] = WeakKeyDictionary()
 
     @override
-    def kernel_of(self, unit: UpdateUnit) -> Kernel:
-        return partial(self._muon.run, [param.main for param in unit.params])
+    def kernel_of(self, unit: UpdateUnit, part: slice) -> Kernel:
+        return partial(self._muon.run, [param.main for param in unit.params[part]])
 
     @override
     def release_memory(self) -> None:

@@ -20,16 +20,17 @@ from megascale.rules import Hyper
 
 @dataclass(frozen=True)
 class PendingUpdate:
-    """A unit with its param group's options, and its local gradients, of which one is there, or is elsewhere.
+    """A unit with its param groups' options, and its local gradients, of which one is there, or is elsewhere.
 
     Attributes:
-        call: of a kernel; None: the optimizer's own ``step()`` is to run.
+        options: one dict for each of ``unit.groups``.
+        kernels: what updates it; None: the optimizer's own ``step()`` is to run.
     """
 
-    options: dict[str, Any]
+    options: list[dict[str, Any]]
     unit: UpdateUnit
     grads: TensorList
-    call: "KernelCall | None" = None
+    kernels: "KernelCalls | None" = None
 
     @property
     def params(self) -> Sequence[MainParam]:
@@ -55,45 +56,59 @@ class OverflowFlags:
     overflowed: Tensor
 
 
-Kernel = Callable[[Operands, Any, Decision], Tensor]
-"""Takes operands, hyperparameters and the decision; returns overflow flags, one per parameter."""
+Kernel = Callable[..., Tensor]
+"""Takes operands, hyperparameters, the decision, and hyperparameters of further param groups, where it can; see
+:meth:`megascale.kernels.ReferenceBackend.kind_of`. Returns overflow flags, one per parameter.
+"""
 
 
 class KernelCall(NamedTuple):
-    """What updates a unit: one call of a kernel. It is kept from step to step.
+    """One call of a kernel, which updates some of a unit's main params.
 
     Attributes:
+        part: of the unit's main params, those that it updates.
+        names: of their state.
         kernel: must not refer to who keeps this call.
-        values: of the options, of which ``hyper`` and ``names`` were made.
-        hyper: hyperparameters.
-        names: of the state.
         operands: have gradients in an update only.
-        counts: fp32, 1-D: the step counts of parameters that are trained, and whose elements other ranks own.
-        rounds_to_fp16: whether a main param may grow too large for its model param.
-        storages: of main params and state.
-        addresses: of these.
+        fp16: these main params, if one of them may grow too large for its model param; else none.
+        hypers: hyperparameters, of one or several param groups.
     """
 
-    kernel: Kernel
-    values: list[Any]
-    hyper: Hyper
+    part: slice
     names: list[str]
+    kernel: Kernel
     operands: Operands
-    counts: list[Tensor]
-    rounds_to_fp16: bool
-    storages: list[torch.UntypedStorage]
-    addresses: list[int]
+    fp16: list[MainParam]
+    hypers: Sequence[Hyper] = ()
 
-    def run(self, params: list[MainParam], grads: TensorList, decision: Decision) -> list[OverflowFlags]:
-        """Update a unit, whose ``params`` these are, where the step lands. Any thread may call it, one at a time."""
+
+class KernelCalls(NamedTuple):
+    """What updates a unit. It is kept from step to step.
+
+    Attributes:
+        calls: one after the other through the unit's main params.
+        counts: fp32, 1-D: the step counts of parameters that are trained, and whose elements other ranks own.
+        storages: of main params and state, by address.
+        values: of the options, of which hyperparameters were made.
+    """
+
+    calls: list[KernelCall]
+    counts: list[Tensor]
+    storages: dict[int, torch.UntypedStorage]
+    values: Sequence[Any] = ()
+
+    def run(self, grads: TensorList, decision: Decision) -> list[OverflowFlags]:
+        """Update a unit where the step lands. Any thread may call it, one at a time."""
         found = []
-        if grads.num_there:
-            operands = self.operands
-            operands.grad = grads
-            flags = self.kernel(operands, self.hyper, decision.to(operands.main[0].device))
-            operands.grad = ()  # operands are kept, and must not keep gradients that the caller drops
-            if self.rounds_to_fp16:  # else no flag is ever set, and nobody need count them
-                found = [OverflowFlags(params, flags)]
+        parts = [grads] if len(self.calls) == 1 else grads.cut([call.part for call in self.calls])
+        for call, own in zip(self.calls, parts, strict=True):
+            if own.num_there:
+                operands, (hyper, *others) = call.operands, call.hypers
+                operands.grad = own
+                flags = call.kernel(operands, hyper, decision.to(operands.main[0].device), *others)
+                operands.grad = ()  # operands are kept, and must not keep gradients that the caller drops
+                if call.fp16:  # else no flag is ever set, and nobody need count them
+                    found.append(OverflowFlags(call.fp16, flags))
         if self.counts:
             landed = 1 - decision.to(self.counts[0].device).found_inf
             torch._foreach_add_(self.counts, [landed] * len(self.counts))

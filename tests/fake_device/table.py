@@ -28,6 +28,15 @@ def plain(device: FakeDevice, inner: str, count: int, moved: bool, options: dict
     return construction, take_steps(device, optimizer, params, moved=moved)
 
 
+def grouped(device: FakeDevice, count: int) -> Steps:
+    """Return steps of AdamW with a param group, of a rate of its own, for each five of ``count`` parameters."""
+    params = parameters(count)
+    groups = [{"params": params[at : at + 5], "lr": 1e-3 / (at + 1)} for at in range(0, count, 5)]
+    with device.watch() as construction:
+        optimizer = wrap(INNER["adamw"](groups))
+    return construction, take_steps(device, optimizer, params)
+
+
 def trained(device: FakeDevice, kind: str) -> Steps:
     """Return steps, without forward and backward, of an optimizer of ranks, of which there is one."""
     module = model()
@@ -64,6 +73,7 @@ ROWS: dict[str, tuple[Callable[..., Steps], tuple[object, ...]]] = {
     "AdamW, 100 tensors": (plain, ("adamw", 100, False)),
     "AdamW, 1000 tensors": (plain, ("adamw", 1000, False)),
     "AdamW, 100 tensors, gradients that move": (plain, ("adamw", 100, True)),
+    "AdamW, 100 tensors in 20 param groups": (grouped, (100,)),
     "AdamW, remainders": (plain, ("adamw", 100, False, {"store_param_remainders": True})),
     "AdamW, 8-bit moments and remainders": (plain, ("adamw", 100, False, {"store_param_remainders": True, **CODES})),
     "Adam, amsgrad": (plain, ("adam_amsgrad", 100, False)),

@@ -71,6 +71,8 @@ class TensorList(Sequence[Any]):
             tensors = self.tensors[part]
             filled = self.filled[part] if self.missing else tensors
             parts.append(TensorList(tensors, forms, self.pointers[part], filled))
+            if self.on_device is not None:
+                parts[-1].on_device = self.on_device[part]
         self.parts = parts
         return parts
 

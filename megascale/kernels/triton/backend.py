@@ -1,4 +1,5 @@
-"""The triton backend: one launch for the statistics and one for the update, whatever the number of tensors.
+"""The triton backend: one launch for the statistics and one for the update, whatever the number of tensors. Param
+groups that differ in learning rate and weight decay alone share them.
 
 Both reach their tensors through a table of pointers on the device. A unit whose main params are fp64, or share no
 dense memory layout with their state, is updated by the reference's arithmetic. Gradients of other strides are copied.
@@ -8,9 +9,11 @@ On CPU tensors the kernels run in Triton's interpreter, for tests.
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,14 +33,14 @@ from megascale.kernels.protocol import Operands
 from megascale.kernels.reference import ReferenceBackend
 from megascale.kernels.tensors.tensor_list import TensorList
 from megascale.kernels.triton import device_table
-from megascale.kernels.triton.device_table import DeviceTable, Plan, find_plan, make_plan
+from megascale.kernels.triton.device_table import DeviceTable, Plan, copied, find_plan, make_plan
 from megascale.kernels.triton.launch import launch
-from megascale.rules import AdamHyper, LionHyper, SgdHyper
-from megascale.utils.transfer import is_capturing, to_device_async
+from megascale.rules import AdamHyper, Hyper, LionHyper, SgdHyper
+from megascale.utils.transfer import hold, is_capturing, to_device_async
 
 BLOCK = 1 << 10  # elements that a program holds at once
 MEASURED_BLOCK = 1 << 11  # of a gradient: two loads of a thread under way at once. Sums have as many lanes
-MOST_RATES = 64  # that are kept: those of all param groups, and some steps of a schedule
+MOST_NUMBERS = 64  # columns of rates and weight decays that are kept: of all launches, and some steps of a schedule
 FAN = 1 << 8  # chunks that one program adds up at once
 OPTIONS: dict[str, Any] = {"num_warps": 4}
 # Left to itself the assembler takes up to 150 registers for Adam's moments in codes, and 114 for its fp16 params. With
@@ -68,7 +71,7 @@ class TritonBackend(ReferenceBackend):
     def __init__(self) -> None:
         _import_kernels()  # fails here, where the backend is asked for, if triton is not there
         self._measured: dict[Hashable, Plan] = {}  # by the forms of gradients
-        self._rates: dict[tuple[torch.device, float], Tensor] = {}
+        self._numbers: dict[Hashable, Tensor] = {}
 
     @property
     def _kernels(self) -> ModuleType:
@@ -147,7 +150,14 @@ class TritonBackend(ReferenceBackend):
         )
         torch.autograd.graph.increment_version(tensors[1:])
 
-    def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision) -> Tensor:
+    def kind_of(self, hyper: Hyper) -> object:
+        """See :class:`megascale.kernels.Backend`: one launch updates param groups of other rates and weight decays."""
+        if not isinstance(hyper, (AdamHyper, SgdHyper, LionHyper)):
+            return object()
+        lr = hyper.lr.dtype if isinstance(hyper.lr, Tensor) else None
+        return {**vars(hyper), "lr": lr, "weight_decay": hyper.decoupled or hyper.weight_decay != 0}
+
+    def adam_(self, operands: Operands, hyper: AdamHyper, decision: Decision, *others: AdamHyper) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if hyper.amsgrad else [])
 
@@ -156,9 +166,11 @@ class TritonBackend(ReferenceBackend):
             logs = (math.log(beta) if beta > 0 else -math.inf for beta in (hyper.beta1, hyper.beta2))
             return (*betas, *logs, hyper.eps)
 
-        return self._apply("adam", super().adam_, operands, hyper, decision, names, factors, counts_steps=True)
+        return self._apply(
+            "adam", super().adam_, operands, (hyper, *others), decision, names, factors, counts_steps=True
+        )
 
-    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision) -> Tensor:
+    def sgd_(self, operands: Operands, hyper: SgdHyper, decision: Decision, *others: SgdHyper) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         names = ["momentum_buffer"] if hyper.momentum != 0 else []
         counts = hyper.momentum != 0 and hyper.dampening != 0
@@ -166,20 +178,20 @@ class TritonBackend(ReferenceBackend):
             "sgd",
             super().sgd_,
             operands,
-            hyper,
+            (hyper, *others),
             decision,
             names,
             lambda: (hyper.momentum, 1 - hyper.dampening, 0, 0, 0, 0, 0),
             counts_steps=counts,
         )
 
-    def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision) -> Tensor:
+    def lion_(self, operands: Operands, hyper: LionHyper, decision: Decision, *others: LionHyper) -> Tensor:
         """See :class:`megascale.kernels.Backend`."""
         return self._apply(
             "lion",
             super().lion_,
             operands,
-            hyper,
+            (hyper, *others),
             decision,
             ["exp_avg"],
             lambda: (hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, 0, 0, 0),
@@ -191,7 +203,7 @@ class TritonBackend(ReferenceBackend):
         rule: str,
         reference: Callable[..., Tensor],
         operands: Operands,
-        hyper: AdamHyper | SgdHyper | LionHyper,
+        hypers: Sequence[AdamHyper | SgdHyper | LionHyper],
         decision: Decision,
         names: list[str],
         factors: Callable[[], Iterable[float]],
@@ -202,6 +214,7 @@ class TritonBackend(ReferenceBackend):
 
         Args:
             rule: the kernel's name of it.
+            hypers: of each param group; of one kind.
             names: of the states that the rule updates.
             factors: returns the kernel's, from ``beta1`` to ``eps``.
             counts_steps: whether the kernel reads step counts and adds to them.
@@ -219,25 +232,30 @@ class TritonBackend(ReferenceBackend):
             grads = laid_out(grads, operands.model)
             plan = plan_for(grads)
         if not plan.tables:
-            return reference(operands, hyper, decision)
+            sizes = operands.groups or [len(operands.main)]
+            parts = [
+                operands.pick(range(stop - size, stop)) for size, stop in zip(sizes, accumulate(sizes), strict=True)
+            ]
+            return torch.cat([reference(part, one, decision) for part, one in zip(parts, hypers, strict=True)])
         addresses = plan.addresses_of(grads)
         flags = torch.empty(len(operands.main), dtype=torch.uint8, device=device)
-        rate = self._rate(hyper.lr, device)
-        # A number of a schedule is another one in each step. It is written to the device, and no part of a launch.
-        options = {**vars(hyper), "lr": rate.dtype}
+        # Numbers of a schedule are others in each step. They are written to the device, and no part of a launch.
+        hyper = hypers[0]
+        rates = self._column([one.lr for one in hypers], device)
+        decays = self._column([one.weight_decay for one in hypers], device)
+        options = self.kind_of(hyper)
         if plan.options != options:
-            is_decoupled = options.get("decoupled", rule == "lion")
             constants = {
                 "RULE": rule,
                 "HELD": len(operands.remainder) > 0,
                 "CODES": operands.has_codes,
                 "COUNTS": counts_steps,
-                "DECOUPLED": is_decoupled,
-                "NESTEROV": options.get("nesterov", False),
-                "L2": hyper.weight_decay != 0 and not is_decoupled,
+                "DECOUPLED": hyper.decoupled,
+                "NESTEROV": isinstance(hyper, SgdHyper) and hyper.nesterov,
+                "L2": hyper.weight_decay != 0 and not hyper.decoupled,
                 "MAXIMIZE": hyper.maximize,
             }
-            numbers = (*map(float, factors()), float(hyper.weight_decay))
+            numbers = tuple(map(float, factors()))
             plan.options, plan.launches = options, []
             for table in plan.tables:
                 _, model, *moments = [*self._dtypes(table), None, None, None]
@@ -252,7 +270,7 @@ class TritonBackend(ReferenceBackend):
                 plan.launches.append((numbers, constants | dtypes | self._sizes(table), of_triton, []))
         for table, (numbers, constants, of_triton, code) in zip(plan.tables, plan.launches, strict=True):
             tensors = (table.rows, table.chunk_rows, table.counters, addresses, flags)
-            arguments = (*tensors, decision.found_inf, decision.coefficient, rate, *numbers)
+            arguments = (*tensors, decision.found_inf, decision.coefficient, rates, decays, *numbers)
             self._launch(self._kernels.update_kernel, len(table.chunk_rows), arguments, constants, of_triton, code)
         torch.autograd.graph.increment_version(grads.beside(operands.model))  # autograd must see the written weights
         return flags.view(torch.bool)
@@ -299,16 +317,19 @@ class TritonBackend(ReferenceBackend):
             raise UsageError(f"Triton's interpreter cannot reach tensors on {device}: unset TRITON_INTERPRET")
         return device
 
-    def _rate(self, lr: float | Tensor, device: torch.device) -> Tensor:
-        """Return the learning rate on the device: a float as fp64, written there once."""
-        if isinstance(lr, Tensor):
-            return to_device_async(lr, device)
-        rate = self._rates.get((device, lr))
-        if rate is None or is_capturing(device):  # a graph's own memory holds no value before its first replay
-            rate = torch.full((), lr, dtype=torch.float64, device=device)
-            if not is_capturing(device):
-                self._rates = {**(self._rates if len(self._rates) < MOST_RATES else {}), (device, lr): rate}
-        return rate
+    def _column(self, numbers: Sequence[Any], device: torch.device) -> Tensor:
+        """Return numbers of param groups on the device: those of tensors, or Python's as fp64, written there once."""
+        if tensors := [to_device_async(number, device) for number in numbers if isinstance(number, Tensor)]:
+            return torch.stack(tensors) if len(tensors) > 1 else tensors[0]
+        key = device, tuple(numbers)
+        if key not in self._numbers:
+            if is_capturing(device):  # a graph's own memory holds no value before its first replay
+                return torch.cat([torch.full((1,), one, dtype=torch.float64, device=device) for one in numbers])
+            written = copied(np.array(numbers, dtype=np.float64).view(np.int64), device).view(torch.float64)
+            self._numbers = {**(self._numbers if len(self._numbers) < MOST_NUMBERS else {}), key: written}
+        if is_capturing(device):
+            hold(self._numbers[key])
+        return self._numbers[key]
 
     def _dtypes(self, table: DeviceTable) -> list[Any]:
         return [self._kernels.LANGUAGE_DTYPES[dtype] for dtype in table.dtypes]
@@ -345,7 +366,9 @@ def _plan_of(operands: Operands, names: list[str], counts_steps: bool, grads: Te
         if name + SCALE_SUFFIX in operands.state:
             beside[column] = operands.state[name + SCALE_SUFFIX]
     beside_lists = {column: TensorList.of(tensors) for column, tensors in beside.items()}
-    return make_plan(list(map(TensorList.of, columns)), beside_lists, operands.start, grads)
+    groups = np.repeat(np.arange(len(operands.groups)), operands.groups).tolist()
+    numbers = {device_table.START: operands.start, device_table.GROUP: groups}
+    return make_plan(list(map(TensorList.of, columns)), beside_lists, numbers, grads)
 
 
 @functools.cache

@@ -8,7 +8,8 @@ from megascale.kernels.protocol import FP16_OVERFLOW
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.interpreter import INTERPRETED, inlined, sum_of
 
-NUMEL, FIRST_CHUNK, ALIGNED, STEP, START, FIRST_SCALE, SECOND_SCALE, TENSORS = map(tl.constexpr, device_table.COLUMNS)
+_COLUMNS = map(tl.constexpr, device_table.COLUMNS)
+NUMEL, FIRST_CHUNK, ALIGNED, STEP, START, GROUP, FIRST_SCALE, SECOND_SCALE, TENSORS = _COLUMNS
 MOST_BYTES = tl.constexpr(device_table.VECTOR)
 # Order of an update's tensors in a row.
 MAIN, MODEL, STATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

@@ -30,7 +30,7 @@ CODES_VECTOR = 8  # elements, where a tensor of a row has 8 bits
 PLANS = 8  # that are kept of the same operands, for gradients of other dtypes or layouts
 
 # Columns of a row, all int64.
-COLUMNS = NUMEL, FIRST_CHUNK, ALIGNED, STEP, START, FIRST_SCALE, SECOND_SCALE, TENSORS = tuple(range(8))
+COLUMNS = NUMEL, FIRST_CHUNK, ALIGNED, STEP, START, GROUP, FIRST_SCALE, SECOND_SCALE, TENSORS = tuple(range(9))
 SCALES = (FIRST_SCALE, SECOND_SCALE)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, REMAINDER_DTYPE, *CODE_DTYPES)
@@ -49,7 +49,7 @@ class DeviceTable:
         grad_dtype: of the gradients; None: the call has none.
         rows: int64, shape [rows, TENSORS + len(dtypes)]: elements, first chunk, whether every
             pointer is aligned for vector access (1 or 0), pointer of the step count or 0, index of the first element in
-            the whole parameter, pointers of scales or 0, then the tensors' pointers.
+            the whole parameter, index of the param group, pointers of scales or 0, then the tensors' pointers.
         chunk_rows: int64, shape [chunks]: the row of each chunk, and in the high half that row's index in the call,
             with which a program loads its gradient's address without waiting for the row.
         counters: int64, shape [rows], 0 between launches.
@@ -71,7 +71,7 @@ class Plan:
     """The tables of one call; none where kernels cannot read all of its tensors.
 
     Attributes:
-        options: of the newest update, on which ``launches`` depend.
+        options: of the newest update, on which ``launches`` depend: all but learning rate and weight decay.
         launches: for each table, what its launch has beside tensors: numbers, constants, options, and its code,
             once it is found.
         places: what tells the addresses of the newest gradients apart from others.
@@ -79,7 +79,7 @@ class Plan:
     """
 
     tables: tuple[DeviceTable, ...]
-    options: Mapping[str, Any] | None = None
+    options: object = None
     launches: list[tuple[tuple[float, ...], dict[str, Any], dict[str, Any], list[Any]]] = field(default_factory=list)
     places: bytes = b""
     addresses: Tensor | None = None
@@ -128,7 +128,7 @@ def require_uncaptured(device: torch.device) -> None:
 def make_plan(
     columns: Sequence[TensorList],
     beside: Mapping[int, TensorList],
-    starts: Sequence[int] = (),
+    numbers: Mapping[int, Sequence[int]] | None = None,
     grads: TensorList | None = None,
 ) -> Plan:
     """Return the plan of a call.
@@ -137,7 +137,7 @@ def make_plan(
         columns: of tensors on one device, whose addresses are in the rows; the tensors of a parameter share a shape.
             Where there are any, the first column holds main params, or remainders of the second one's.
         beside: what else is known of each parameter, by the column of a row: 0-d step counts, fp32, and scales.
-        starts: indices of first elements; none: 0.
+        numbers: likewise, indices of first elements and of param groups; none: 0.
         grads: gradients; the plan depends on their forms, not on their addresses.
 
     Raises UsageError while a graph is captured. Raises ArgumentError for tensors on several devices.
@@ -157,8 +157,7 @@ def make_plan(
     if not (fits and all(one.forms.kinds <= {torch.float32, REMAINDER_DTYPE} for one in columns[:1])):
         return Plan(())
     columns_beside = {index: one.pointers for index, one in beside.items()}
-    if starts:
-        columns_beside[START] = np.array(starts, dtype=np.int64)
+    columns_beside |= {index: np.array(one, dtype=np.int64) for index, one in (numbers or {}).items() if one}
     pointers = np.empty((len(codes), len(columns)), dtype=np.int64)
     for index, column in enumerate(columns):
         pointers[:, index] = column.pointers

@@ -16,6 +16,7 @@ import triton.language as tl
 from megascale.kernels.triton import device_table
 from megascale.kernels.triton.chunks import (
     FIRST_SCALE,
+    GROUP,
     NARROWER,
     SECOND_SCALE,
     STATE,
@@ -53,7 +54,7 @@ LANGUAGE_DTYPES = {one: getattr(tl, str(one).removeprefix("torch.")) for one in 
 CODES_VECTOR = tl.constexpr(device_table.CODES_VECTOR)
 
 # Not specialized by alignment, so that one compiled kernel serves: single numbers are read from them.
-POINTERS = ["rows", "chunk_rows", "counters", "grads", "flags", "found_inf", "coefficient", "lr"]
+POINTERS = ["rows", "chunk_rows", "counters", "grads", "flags", "found_inf", "coefficient", "lrs", "weight_decays"]
 
 # A kernel's arguments one to a line would be half of this file.
 # fmt: off
@@ -131,30 +132,33 @@ def _update_chunk(
 
 @triton.jit(do_not_specialize=POINTERS)
 def update_kernel(
-    rows, chunk_rows, counters, grads, flags, found_inf, coefficient, lr, beta1, rest1, beta2, rest2,
-    log_beta1: tl.float64, log_beta2: tl.float64, eps, weight_decay, COLUMNS: tl.constexpr, RULE: tl.constexpr,
+    rows, chunk_rows, counters, grads, flags, found_inf, coefficient, lrs, weight_decays, beta1, rest1, beta2, rest2,
+    log_beta1: tl.float64, log_beta2: tl.float64, eps, COLUMNS: tl.constexpr, RULE: tl.constexpr,
     MODEL_DTYPE: tl.constexpr, HELD: tl.constexpr, CODES: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     AVG_DTYPE: tl.constexpr, SQ_DTYPE: tl.constexpr, MAX_DTYPE: tl.constexpr, COUNTS: tl.constexpr,
     DECOUPLED: tl.constexpr, NESTEROV: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The RULE "adam", "sgd" or "lion". ``rest1`` is 1 - beta1; of SGD ``beta1`` is the momentum, ``rest1`` 1 -
-    dampening. ``AVG_DTYPE``: of the first moment, None without momentum; ``SQ_DTYPE``, ``MAX_DTYPE``: of Adam's second
-    moment and of amsgrad's largest, or None. ``L2``: decay through the gradient. ``COUNTS``: rows count steps.
+    """The RULE "adam", "sgd" or "lion". ``lrs`` and ``weight_decays`` (fp64) have a number per param group.
+    ``rest1`` is 1 - beta1; of SGD ``beta1`` is the momentum, ``rest1`` 1 - dampening. ``AVG_DTYPE``: of the first
+    moment, None without momentum; ``SQ_DTYPE``, ``MAX_DTYPE``: of Adam's second moment and of amsgrad's largest, or
+    None. ``L2``: decay through the gradient. ``COUNTS``: rows count steps.
     """
     index, slot, row, start, length = locate(rows, chunk_rows, COLUMNS, CHUNK)
     skipped = tl.load(found_inf)
     landed = (skipped == 0).to(tl.int32)
     scale = tl.load(coefficient)
-    exact_rate = tl.load(lr)
-    rate = exact_rate.to(tl.float32)
-    decay = (1 - exact_rate * weight_decay).to(tl.float32)
+    group = tl.load(row + GROUP)
+    exact_rate = tl.load(lrs + group).to(tl.float64)
+    exact_decay = tl.load(weight_decays + group)
+    rate, weight_decay = exact_rate.to(tl.float32), exact_decay.to(tl.float32)
+    decay = (1 - exact_rate * exact_decay).to(tl.float32)
     count = tl.load(row + STEP).to(tl.pointer_type(tl.float32))
     step = tl.load(count) if COUNTS else skipped
     inv_correction2_sqrt = rate
     if RULE == "adam":
         t = (step + 1).to(tl.float64)
-        rate = (exact_rate.to(tl.float64) / (1 - tl.exp(t * log_beta1))).to(tl.float32)
+        rate = (exact_rate / (1 - tl.exp(t * log_beta1))).to(tl.float32)
         inv_correction2_sqrt = (1 / tl.sqrt(1 - tl.exp(t * log_beta2))).to(tl.float32)
     if RULE == "sgd" and COUNTS:  # torch's first momentum buffer is the gradient itself, not dampened
         rest1 = tl.where(step == 0, 1.0, rest1)

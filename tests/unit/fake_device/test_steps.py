@@ -97,7 +97,7 @@ def test_launches_do_not_grow_with_tensors(on_device: OnDevice, count: int) -> N
     records = on_device(_train_with, "adamw", {"count": count})
     _check(records, [*EACH_STEP, "update_kernel"])
     assert len(records[0].of("copy")) == 3  # the scaler's; state is made on the device
-    assert [(len(seen.of("copy")), sum(seen.operators().values())) for seen in records[1:]] == [(5, 5)] + [(1, 2)] * 3
+    assert [(len(seen.of("copy")), sum(seen.operators().values())) for seen in records[1:]] == [(7, 4)] + [(1, 2)] * 3
 
 
 def _changing(device: FakeDevice) -> list[Record]:
@@ -259,7 +259,7 @@ def _specialised(device: FakeDevice) -> list[tuple[str, str]]:
 def test_code_depends_on_no_address_and_no_whole_number(on_device: OnDevice) -> None:
     """Held code serves tensors at any address: what is not named in ``do_not_specialize`` is a float."""
     floats = {
-        "update_kernel": "beta1 rest1 beta2 rest2 log_beta1 log_beta2 eps weight_decay",
+        "update_kernel": "beta1 rest1 beta2 rest2 log_beta1 log_beta2 eps",
         "decide_kernel": "clip_grad epsilon most_norm",
         "rescale_kernel": "min_scale max_scale growth_factor backoff_factor",
     }
@@ -268,15 +268,46 @@ def test_code_depends_on_no_address_and_no_whole_number(on_device: OnDevice) -> 
     )
 
 
-def _of_two_rates(device: FakeDevice) -> list[int]:
-    params = parameters(4)
-    groups = [{"params": params[:2], "lr": 1e-3}, {"params": params[2:], "lr": 1e-4}]
-    steps = take_steps(device, wrap(torch.optim.AdamW(groups)), params)
-    return [seen.operators()["aten::full"] + seen.operators()["aten::fill_.Scalar"] for seen in steps]
+def _of_groups(device: FakeDevice, changes: dict[int, dict[str, Any]], is_scheduled: bool) -> list[Record]:
+    """Return four steps of twelve param groups. ``changes``: of their options, by the group's index."""
+    params = parameters(24)
+    groups = [{"params": params[2 * at : 2 * at + 2], "lr": 1e-3 / (at + 1)} | changes.get(at, {}) for at in range(12)]
+    optimizer = wrap(torch.optim.AdamW(groups))
+    records = take_steps(device, optimizer, params)[:1]
+    for step in range(3):
+        for group in optimizer.param_groups if is_scheduled else ():
+            group["lr"] = (step + 1) * 1e-4 * len(group["params"])
+        records += take_steps(device, optimizer, params, 1)
+    return records
 
 
-def test_rates_of_param_groups_are_written_once(on_device: OnDevice) -> None:
-    """Each group's has a place of its own on the device."""
-    first, *later = on_device(_of_two_rates)
-    assert first > 0
-    assert later == [0] * 3
+def test_param_groups_share_a_launch(on_device: OnDevice) -> None:
+    """Invariant 8: of other rates and weight decays, also none; rates of a schedule travel once for all groups."""
+    decays = {0: {"weight_decay": 0.0}, 5: {"weight_decay": 0.5}}
+    for is_scheduled in (False, True):
+        records = on_device(_of_groups, decays, is_scheduled)
+        assert [seen.syncs() for seen in records] == [[]] * 4
+        assert [seen.launches() for seen in records] == [[*EACH_STEP, "update_kernel"]] * 4
+        copies = [len(seen.of("copy")) for seen in records]
+        assert [copies[1:], sum(records[-1].operators().values())] == [[3 if is_scheduled else 2] * 3, 2]
+
+
+def test_param_groups_of_other_options_have_launches_of_their_own(on_device: OnDevice) -> None:
+    """Neighbours share one still: those before and those behind a group whose betas are others."""
+    records = on_device(_of_groups, {3: {"betas": (0.5, 0.9)}}, False)
+    assert [seen.launches() for seen in records] == [[*EACH_STEP, *["update_kernel"] * 3]] * 4
+    assert [len(seen.of("copy")) for seen in records[1:]] == [2] * 3  # parts are given the addresses of the whole
+
+
+def _of_rates_on_the_device(device: FakeDevice) -> list[Record]:
+    params = parameters(12)
+    groups = [{"params": params[at : at + 2], "lr": torch.full((), 1e-3, device="cuda")} for at in range(0, 12, 2)]
+    return take_steps(device, wrap(torch.optim.AdamW(groups, capturable=True)), params)
+
+
+def test_rates_on_the_device_share_a_launch(on_device: OnDevice) -> None:
+    """Tensors, which a graph's replays read too: one operator brings them together."""
+    records = on_device(_of_rates_on_the_device)
+    assert [seen.launches() for seen in records] == [[*EACH_STEP, "update_kernel"]] * 4
+    assert [seen.operators()["aten::cat.out"] for seen in records] == [1] * 4
+    assert [seen.syncs() for seen in records] == [[]] * 4
