@@ -26,6 +26,8 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megascale.utils.multiples import rounded_up
+
 DEFAULT_ALIGNMENT = 64
 """Elements: 128 bytes of a 16-bit type, 256 of fp32. Parameters and shards start at multiples of it."""
 DEFAULT_BUCKET_NUMEL = 40_000_000
@@ -135,8 +137,3 @@ def build_buckets(
             numel = rounded_up(placements[-1].stop, num_shards * alignment) // num_shards
             buckets.append(Bucket(tuple(placements), tuple(rank * numel for rank in range(num_shards + 1))))
     return buckets
-
-
-def rounded_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
-    return -(-value // multiple) * multiple

@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from megascale.grad_sync.layout import DEFAULT_ALIGNMENT, Bucket, ParamSize, Placement, rounded_up
+from megascale.grad_sync.layout import DEFAULT_ALIGNMENT, Bucket, ParamSize, Placement
+from megascale.utils.multiples import rounded_up
 
 MOST_PADDED = 1.25
 """How much longer a bucket may become for equal shards: on each rank in main grads, and in weights.

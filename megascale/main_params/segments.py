@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megascale.utils.host_memory import fixed
+from megascale.utils.multiples import rounded_up
 
 LARGEST = 1 << 28
 """Bytes of a segment, at most, if it holds more than one tensor."""
@@ -46,7 +47,7 @@ def in_segments(forms: Sequence[Form], alignment: int = ALIGNMENT) -> list[Tenso
     begins, ends = [0] * len(forms), [0] * len(forms)
     for index, form in enumerate(forms):
         segments, numel = runs[form.dtype, form.device], form.shape.numel()
-        begin = -(-ends[segments[-1][-1]] // alignment) * alignment if segments else 0
+        begin = rounded_up(ends[segments[-1][-1]], alignment) if segments else 0
         if not segments or (begin + numel) * form.dtype.itemsize > LARGEST:
             segments.append([])
             begin = 0

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from megascale.errors import UsageError
+from megascale.utils.multiples import rounded_up
 from megascale.utils.streams import has_streams
 
 SLAB = 1 << 26
@@ -36,10 +37,7 @@ def dense(memory: Tensor, like: Tensor) -> Tensor:
 
     ``memory``: uint8, 1-D.
     """
-    strides = torch.empty_like(like, device="meta").stride()
-    offset = memory.storage_offset() // like.element_size()
-    made = torch.empty(0, dtype=like.dtype, device=memory.device)
-    return made.set_(memory.untyped_storage(), offset, like.shape, strides)
+    return in_storage(memory, torch.empty_like(like, device="meta"))
 
 
 def fixed(tensor: Tensor) -> Tensor:
@@ -62,23 +60,16 @@ def host_copies(sources: Sequence[Tensor], *, pin: bool) -> list[Tensor]:
     Raises:
         UsageError: naming the bytes, if the machine has no such memory. Nothing has been copied.
     """
-    copies = [torch.empty(0, dtype=torch.uint8, device="cpu")] * len(sources)
+    copies: dict[int, Tensor] = {}
     for pinned in (False, True):
         chosen = [at for at, source in enumerate(sources) if (pin and source.device.type != "cpu") == pinned]
-        memory = allocate([sources[at].numel() for at in chosen], pin=pinned)
-        for at, own in zip(chosen, memory, strict=True):
-            copies[at] = own
-    for source, copy in zip(sources, copies, strict=True):
-        copy.copy_(source, non_blocking=copy.is_pinned() if source.device.type != "cpu" else False)
+        copies |= zip(chosen, allocate([sources[at].numel() for at in chosen], pin=pinned), strict=True)
+    for at, source in enumerate(sources):
+        copies[at].copy_(source, non_blocking=copies[at].is_pinned() if source.device.type != "cpu" else False)
     for device in {source.device for source in sources}:
         if has_streams(device):
             torch.accelerator.current_stream(device).synchronize()
-    return copies
-
-
-def aligned(size: int) -> int:
-    """Return the bytes that memory of ``size`` bytes takes beside other memory."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return [copies[at] for at in range(len(sources))]
 
 
 def allocate(sizes: Sequence[int], *, pin: bool) -> list[Tensor]:
@@ -94,10 +85,10 @@ def allocate(sizes: Sequence[int], *, pin: bool) -> list[Tensor]:
                 made.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin))
                 continue
             if used + size > memory.numel():
-                left = sum(aligned(one) for one in sizes[at:] if one < SLAB)
+                left = sum(rounded_up(one, ALIGNMENT) for one in sizes[at:] if one < SLAB)
                 memory, used = torch.empty(min(left, SLAB), dtype=torch.uint8, device="cpu", pin_memory=pin), 0
             made.append(memory[used : used + size])
-            used += aligned(size)
+            used += rounded_up(size, ALIGNMENT)
     except RuntimeError as error:  # torch's OutOfMemoryError is one, and so is a refusal to pin
         kind = "pinned host memory" if pin else "host memory"
         raise UsageError(
