@@ -198,9 +198,7 @@ def exchange_start(
     ``received``, shape [ranks - 1, numel], gets the others' shards for this rank, in the order of ranks. ``tag``
     distinguishes concurrent exchanges; those with the same tag keep their order.
     """
-    others = _others(group)
-    receive = [(other, place) for other, place in zip(others, received.unbind(), strict=True)]
-    return _messages(receive, [(other, shards[other]) for other in others], group, tag, [*shards, received])
+    return _messages(received.unbind(), [shards[other] for other in _others(group)], group, tag, [*shards, received])
 
 
 def all_gather_start(
@@ -219,18 +217,22 @@ def all_gather_start(
         return Pending([_all_gather(tensor, shard, group=group, async_op=True)], [tensor])
     places = shards or tensor.view(group_size(group), -1).unbind()
     others = _others(group)
-    receive = [(other, places[other]) for other in others]
-    return _messages(receive, [(other, shard) for other in others], group, tag, [tensor])
+    return _messages([places[other] for other in others], [shard] * len(others), group, tag, [tensor])
 
 
 def _messages(
-    receive: Sequence[tuple[int, Tensor]],
-    send: Sequence[tuple[int, Tensor]],
+    received: Sequence[Tensor],
+    sent: Sequence[Tensor],
     group: ProcessGroup | None,
     tag: int,
     tensors: Sequence[Tensor],
 ) -> Pending:
-    """Start all receives, then all sends. What is empty does not travel: both sides know its size."""
+    """Start all receives, then all sends: one of each with every other rank, in the order of ranks.
+
+    What is empty does not travel: both sides know its size.
+    """
+    receive = zip(_others(group), received, strict=True)
+    send = zip(_others(group), sent, strict=True)
     works = [dist.irecv(to, group=group, group_src=peer, tag=tag) for peer, to in receive if to.numel()]
     works += [dist.isend(part, group=group, group_dst=peer, tag=tag) for peer, part in send if part.numel()]
     return Pending(works, tensors)

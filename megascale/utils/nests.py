@@ -23,11 +23,8 @@ def tensors_in(nest: Any) -> Iterator[Tensor]:
     """Yield the tensors in ``nest``, in order."""
     if isinstance(nest, Tensor):
         yield nest
-    elif isinstance(nest, Mapping):
-        for value in nest.values():
-            yield from tensors_in(value)
-    elif isinstance(nest, (list, tuple)):
-        for value in nest:
+    elif isinstance(nest, (Mapping, list, tuple)):
+        for value in nest.values() if isinstance(nest, Mapping) else nest:
             yield from tensors_in(value)
 
 

@@ -22,15 +22,13 @@ EXTRAS = {
 }
 """The extra of megascale that installs a module."""
 
-Statuses = Mapping[type[MegascaleError], int]
-
 
 def run_program(
     main: Callable[[list[str]], int],
     arguments: Sequence[str] | None,
     *,
     prefix: str = "error",
-    statuses: Statuses | None = None,
+    statuses: Mapping[type[MegascaleError], int] | None = None,
     as_typed: Mapping[str, str] | None = None,
 ) -> int:
     """Return the exit status of ``main(arguments)``; print an error as one line on stderr.

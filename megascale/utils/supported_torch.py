@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from megascale.errors import MegascaleError, UnsupportedTorchError
+from megascale.errors import UnsupportedTorchError
 
 OLDEST, NEWEST = "2.11", "2.15"
 """What CI tests is these two, and the one that .ci/torch.txt pins."""
@@ -16,10 +16,8 @@ def explained(error: Exception) -> Exception:
 
     Such a name is what cannot be imported from torch, or a private attribute of one of its modules, classes or objects.
     """
-    if isinstance(error, MegascaleError):
-        return error
     if isinstance(error, ImportError):
-        owner = error.name or ""
+        owner = error.name or ""  # none of an UnsupportedTorchError, which comes back as it is
     elif isinstance(error, AttributeError) and (error.name or "").startswith("_"):
         holder = error.obj if isinstance(error.obj, ModuleType | type) else type(error.obj)
         owner = holder.__name__ if isinstance(holder, ModuleType) else holder.__module__

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
@@ -30,21 +29,15 @@ def call(name: str, *values: Any, **fields: Any) -> str:
     return f"{name}({', '.join([*map(repr, values), *(f'{key}={value!r}' for key, value in fields.items())])})"
 
 
-class Unread:
-    """What ``repr()`` shows of a number that lies on a device: reading it would wait.
+class Unread(str):
+    """What ``repr()`` shows, as it is, of a number that lies on a device: reading it would wait."""
 
-    Args:
-        where: its device.
-        known: what the host knows of it, in words.
-    """
-
-    def __init__(self, where: torch.device, known: str) -> None:
-        self._text = f"<on {where}, {known}>"
-
-    def __repr__(self) -> str:
-        return self._text
+    __repr__ = str.__str__
 
 
 def number(value: Tensor, known: str) -> Any:
-    """Return a one-element tensor's number if it lies in host memory, else :class:`Unread`. ``known``: see there."""
-    return value.reshape(-1).tolist()[0] if value.device.type == "cpu" else Unread(value.device, known)
+    """Return a one-element tensor's number if it lies in host memory, else :class:`Unread`.
+
+    ``known``: what the host knows of it, in words.
+    """
+    return value.reshape(-1).tolist()[0] if value.device.type == "cpu" else Unread(f"<on {value.device}, {known}>")
