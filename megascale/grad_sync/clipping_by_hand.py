@@ -40,10 +40,9 @@ def _end() -> None:
 def _replace(change: Callable[[Any], Any]) -> None:
     for clipper in _CLIPPERS:
         # torch decorates each one, with no_grad; a torch that no longer does has nothing to replace here.
-        names, cells = clipper.__code__.co_freevars, clipper.__closure__ or ()
-        if "func" in names:
-            cell = cells[names.index("func")]
-            cell.cell_contents = change(cell.cell_contents)
+        for name, cell in zip(clipper.__code__.co_freevars, clipper.__closure__ or (), strict=True):
+            if name == "func":
+                cell.cell_contents = change(cell.cell_contents)
 
 
 def _looking_first(clip: Callable[..., Any]) -> Callable[..., Any]:

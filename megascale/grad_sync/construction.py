@@ -6,7 +6,6 @@ one another.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -56,10 +55,9 @@ def ranks_by_field(groups: ParallelGroups) -> dict[str, Sequence[int]]:
     """Return the ranks of each field of ``groups`` that was given; of None, this rank alone."""
     if not is_initialized():
         return {}
-    given = {entry.name: getattr(groups, entry.name) for entry in fields(groups)}
     return {
         name: _compact(sorted(ranks_of(group)) or [dist.get_rank()])
-        for name, group in given.items()
+        for name, group in vars(groups).items()
         if group is not UNSET
     }
 
@@ -74,8 +72,9 @@ def exchange(mine: Construction | None, error: Exception | None, group: ProcessG
     """
     short = mine
     if mine is not None:
-        facts = {KIND: mine.facts[KIND], "digest": digest(mine.facts)}
-        short = Construction(facts, mine.groups, {"digest": digest(mine.values)})
+        short = mine._replace(
+            facts={KIND: mine.facts[KIND], "digest": digest(mine.facts)}, values={"digest": digest(mine.values)}
+        )
     answers: list[Any] = gather_or_raise(short, error, group)
     # A rank may make another call that exchanges. It is not asked again.
     built = [

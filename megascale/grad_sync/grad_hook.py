@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megascale.errors import ArgumentError, ArgumentTypeError, sparse_gradient
 from megascale.utils.calls import outside_of_graphs
@@ -43,6 +44,12 @@ def owner_of(param: torch.Tensor) -> "GradSync | None":
     hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     owners = (hook.owner() for hook in hooks.values() if isinstance(hook, GradHook))
     return next((owner for owner in owners if owner is not None), None)
+
+
+def remove(hooks: Iterable[RemovableHandle]) -> None:
+    """Remove hooks from parameters. A finalizer: it refers to nobody who may be gone."""
+    for hook in hooks:
+        hook.remove()
 
 
 def require_unowned(named_parameters: Iterable[tuple[str, torch.Tensor]], remedy: str) -> None:

@@ -26,7 +26,7 @@ from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, Us
 from megascale.grad_sync.bucket import FlatBucket, SyncedBucket, tag_of
 from megascale.grad_sync.clipping_by_hand import refuse_while_there
 from megascale.grad_sync.construction import KIND, Construction, param_forms, ranks_by_field
-from megascale.grad_sync.grad_hook import GradHook, check_syncable
+from megascale.grad_sync.grad_hook import GradHook, check_syncable, remove
 from megascale.grad_sync.layout import DEFAULT_BUCKET_NUMEL, Bucket, ParamSize, build_buckets
 from megascale.grad_sync.owners import evened, update_cost
 from megascale.grad_sync.reduction import Divisor, ReduceThread, bucket_reduction
@@ -114,7 +114,7 @@ class GradSync:
         self._reduced_hooks: dict[int, OrderedDict[int, ReducedHook]] = {}
         self._sides: dict[torch.device, torch.Stream] = {}
         self._hooks: list[RemovableHandle] = []
-        self._remove_hooks = finalize(self, _remove, self._hooks)
+        self._remove_hooks = finalize(self, remove, self._hooks)
         self._remove_hooks.atexit = False
         self._divisor: Divisor | None = None
         self._syncing = True
@@ -158,8 +158,7 @@ class GradSync:
             for name, param in bucket.params.items():
                 self._main_grads[id(param)] = bucket.memory.views[name]
                 self._local_grads[id(param)] = local[name]
-                hook = GradHook(self, name, index)
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+                self._hooks.append(param.register_post_accumulate_grad_hook(GradHook(self, name, index)))
                 if param.grad is not None:
                     self._accumulate(name, param, bucket)
         self.buckets += added
@@ -170,8 +169,9 @@ class GradSync:
 
         ``experts``: list the parameters of experts; False: all others.
         """
-        named = (item for bucket in self.buckets for item in bucket.params.items())
-        synced = ((name, param) for name, param in named if is_expert(param) == experts)
+        synced = (
+            (name, param) for own in self.buckets for name, param in own.params.items() if is_expert(param) == experts
+        )
         facts = {
             KIND: f"a {self.owner_kind}",
             **{name: str(value) for name, value in self._message_arguments().items()},
@@ -354,13 +354,18 @@ class GradSync:
                 fits = torch.promote_types(self._grad_dtype, first.dtype) == self._grad_dtype
                 dtype = self._grad_dtype if fits else first.dtype
                 memory, tag = FlatBucket(bucket, own, dtype, first.device), tag_of(own)
-                cuts = bucket.borders if self.is_sharded else None
-                travel = self._reduce_dtype or dtype
                 side = None
                 if memory.order.is_needed and runs_on_streams(group.holders, first.device):
                     side = self._sides[first.device] = self._sides.get(first.device) or torch.Stream(first.device)
                 reduction = bucket_reduction(
-                    memory.flat, memory.order, group, travel, self._thread, tag, cuts=cuts, aside=side is not None
+                    memory.flat,
+                    memory.order,
+                    group,
+                    self._reduce_dtype or dtype,
+                    self._thread,
+                    tag,
+                    cuts=bucket.borders if self.is_sharded else None,
+                    aside=side is not None,
                 )
                 built.append(SyncedBucket(memory, group, own, reduction, tag, side))
         # Backward fills a bucket when it reaches the bucket's earliest parameter, and reaches late layers first.
@@ -374,7 +379,6 @@ class GradSync:
     @without_grad
     def take_grad(self, param: nn.Parameter, name: str, bucket_index: int) -> None:
         """Add the gradient that backward has just made to the main grad; start reductions of complete buckets."""
-        bucket = self.buckets[bucket_index]
         if self._is_away:
             raise UsageError(
                 f"a gradient of {name!r} came while its main grad is in host memory, where offload() has moved it; "
@@ -387,7 +391,7 @@ class GradSync:
                 "backward passes of a step but the last, and overlap=False (DistributedOptimizer: "
                 "overlap_grad_reduce=False) with reentrant activation checkpointing"
             )
-        self._accumulate(name, param, bucket, in_backward=True)
+        self._accumulate(name, param, self.buckets[bucket_index], in_backward=True)
         # In the order of buckets, not of arrival: collectives must be called in one order on all ranks.
         if self._overlap and self._next_is_complete():
             with self._starting:
@@ -455,8 +459,7 @@ class GradSync:
         """
         error: GradientError | None = None
         for bucket in self.buckets:
-            params = bucket.params.values()
-            if set(map(type, map(_GRAD, params))) <= {NoneType}:
+            if set(map(type, map(_GRAD, bucket.params.values()))) <= {NoneType}:
                 continue
             for name, param in bucket.params.items():
                 if param.grad is None:
@@ -474,9 +477,3 @@ class GradSync:
 
     def _current_divisor(self) -> Divisor:
         return self._usual_divisor if self._divisor is None else self._divisor
-
-
-def _remove(hooks: list[RemovableHandle]) -> None:
-    """Remove hooks from parameters. A finalizer: it must not refer to the GradSync."""
-    for hook in hooks:
-        hook.remove()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megascale.grad_sync.grad_hook import owner_of
+from megascale.grad_sync.grad_hook import owner_of, remove
 from megascale.main_params.host_buffers import HostBuffers
 from megascale.main_params.main_param import MainParam
 from megascale.main_params.weight_arrivals import WeightArrivals
@@ -53,7 +53,7 @@ class GradCopies:
         # What was copied: a gradient, its address, and its versions when its copy began.
         self._copied: dict[HostBuffers, tuple[ref[Tensor], int, tuple[int, int]]] = {}
         self._hooks: dict[int, RemovableHandle] = {}
-        finalize(self, _remove, self._hooks).atexit = False
+        finalize(self, remove, self._hooks.values()).atexit = False  # of a view: those that are there by then
 
     def follow(self, params: Iterable[MainParam]) -> None:
         """Copy the gradients of those of ``params`` that are in host memory from now on."""
@@ -151,8 +151,3 @@ def _bits(grad: Tensor) -> Tensor:
 def _versions(grad: Tensor) -> tuple[int, int]:
     """Return how often torch has counted a write, to a DTensor and to its local tensor."""
     return grad._version, held(grad)._version
-
-
-def _remove(hooks: dict[int, RemovableHandle]) -> None:
-    for hook in hooks.values():
-        hook.remove()
