@@ -3,6 +3,7 @@
 Here every rank keeps all of them. :mod:`megascale.main_params.sharded` lets each keep its own.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
@@ -180,13 +181,11 @@ class MainParams:
             for param, name in zip(group["params"], given, strict=True):
                 names[id(param)] = self._explicit_names.get(id(param), (name,))[0] or str(position)
                 position += 1
-        seen: set[str] = set()
-        for name in names.values():
-            if name in seen:
+        for name, count in Counter(names.values()).items():
+            if count > 1:
                 raise ArgumentError(
                     f"two parameters are called {name!r}; give each a name of its own in named_parameters"
                 )
-            seen.add(name)
         return names
 
     def __iter__(self) -> Iterator[MainParam]:
@@ -292,6 +291,7 @@ class MainParams:
         """Return why :meth:`end_step` cannot be part of a device's graph; None where it can."""
         return None
 
+    @torch.no_grad()
     def to_local(self, param: nn.Parameter, value: Tensor, dtype: torch.dtype, *, group: int = 1) -> Tensor:
         """Return this rank's part of ``value``, a saved tensor of the parameter's shape, as ``dtype``.
 
@@ -301,13 +301,12 @@ class MainParams:
         like = param if known is None or known.on_host is None else known.main  # which is in host memory
         if group > 1:
             return place_scales(value, like, dtype)
-        with torch.no_grad():
-            if is_dtensor(like) and not is_dtensor(value):
-                value = distribute_like(value, like)
-            elif is_dtensor(value) and not is_dtensor(like):
-                value = full_tensor(value)
-            placed = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
-            return placed.copy_(value)
+        if is_dtensor(like) and not is_dtensor(value):
+            value = distribute_like(value, like)
+        elif is_dtensor(value) and not is_dtensor(like):
+            value = full_tensor(value)
+        placed = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+        return placed.copy_(value)
 
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
         """Return tensors of ``param`` as a state dict holds them: whole, or as ParamShards of the live ones.
@@ -319,8 +318,11 @@ class MainParams:
     def model_shards(self) -> dict[int, ParamShard]:
         """Return, by id of the parameter, this rank's piece of every sharded model param, live."""
         self.wait()
-        sharded = (param for param in self if param.shard is not None)
-        return {id(param.model): ParamShard(param.part.view(-1), param.model.shape, param.start) for param in sharded}
+        return {
+            id(param.model): ParamShard(param.shard.view(-1), param.model.shape, param.start)
+            for param in self
+            if param.shard is not None
+        }
 
     def agree(self, error: Exception | None, call: str = "state_dict()") -> None:
         """Raise ``error``, if there is one; also on the ranks that hold other shards, which call this together.

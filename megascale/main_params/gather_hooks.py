@@ -93,7 +93,7 @@ class GatherHooks:
                 )
             gather.wait_for(params_read_by(module))
 
-    def _wait(self, _module: nn.Module) -> None:
+    def _wait(self, _module: nn.Module | None = None) -> None:
         """Wait until every parameter is whole."""
         if (gather := self._gather()) is not None:
             gather.wait()
@@ -102,8 +102,7 @@ class GatherHooks:
         """Wait until every parameter is whole, and let steps do so: compiled code is about to read them."""
         self.are_compiled = True
         _COMPILED.update(self._handles)
-        if (gather := self._gather()) is not None:
-            gather.wait()
+        self._wait()
 
 
 def _remove(handles: "WeakKeyDictionary[nn.Module, list[RemovableHandle]]") -> None:

@@ -47,14 +47,13 @@ def scales_like(tensor: Tensor, scales: Tensor) -> Tensor:
     return placed_like(part, tensor, shape, torch.empty(shape, device="meta").stride())
 
 
+@torch.no_grad()
 def place_scales(scales: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return new scales beside ``tensor`` with the values of saved ones, which are whole or any DTensor."""
-    with torch.no_grad():
-        whole = full_tensor(scales.detach()).reshape(-1)
-        shape = scales_shape(tensor)
-        begin = first_element(tensor) // GROUP
-        part = whole[begin : begin + shape.numel()].to(tensor.device, dtype, copy=True)
-        return scales_like(tensor, part)
+    whole = full_tensor(scales.detach()).reshape(-1)
+    begin = first_element(tensor) // GROUP
+    part = whole[begin : begin + scales_shape(tensor).numel()].to(tensor.device, dtype, copy=True)
+    return scales_like(tensor, part)
 
 
 def decoded_where_cut(state: Mapping[str, Any], tensor: Tensor) -> dict[str, Any]:
@@ -64,10 +63,10 @@ def decoded_where_cut(state: Mapping[str, Any], tensor: Tensor) -> dict[str, Any
     call it together.
     """
     names = [name for name, dtype in MOMENT_CODES.items() if isinstance(state.get(name), Tensor)]
-    if has_whole_groups(tensor) or not any(state[name].dtype == MOMENT_CODES[name] for name in names):
+    # One moment alone is refused later: a quotient means nothing without the other.
+    both = len(names) == len(MOMENT_CODES)
+    if has_whole_groups(tensor) or not both or not any(state[name].dtype == MOMENT_CODES[name] for name in names):
         return dict(state)
-    if len(names) < len(MOMENT_CODES):
-        return dict(state)  # refused later: a quotient means nothing without the other moment
     # A checkpoint's scales come on the host.
     whole = {
         key: full_tensor(state[key].detach()).to(to_local(tensor).device) for key in (*names, *filter(is_scale, state))

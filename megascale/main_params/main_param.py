@@ -103,10 +103,10 @@ class MainParam:
             self.part.copy_(rounded)
             to_local(self.remainder).copy_(remainder)
             self._take_weights()
-            return
-        to_local(self.main).copy_(value)
-        if self.is_copy:
-            self.part.copy_(to_local(self.main))
+        else:
+            to_local(self.main).copy_(value)
+            if self.is_copy:
+                self.part.copy_(to_local(self.main))
 
     def decode(self) -> None:
         """Give ``main`` memory and its values, until :meth:`release`."""
@@ -129,20 +129,19 @@ class MainParam:
             )
         if self.remainder is None:
             self.main = self.main.to(self.model.device)
-            return
-        self.remainder = self.remainder.to(self.model.device)
-        self.main = torch.empty_like(self.remainder, dtype=torch.float32)
-        self.release()
+        else:
+            self.remainder = self.remainder.to(self.model.device)
+            self.main = torch.empty_like(self.remainder, dtype=torch.float32)
+            self.release()
 
     def check(self) -> None:
         """Raise UsageError, naming the parameter, if the form of its model param has changed."""
-        model = self.model
-        fault = tensor_fault(held(model).data)
+        fault = tensor_fault(held(self.model).data)
         if fault is not None:
             raise UsageError(
                 f"parameter {self.name!r} {fault}; restore its data before the step, or build the optimizer anew"
             )
-        now = ParamForm.of(model)
+        now = ParamForm.of(self.model)
         if now != self.form:
             raise UsageError(
                 f"parameter {self.name!r} became {now} after the optimizer was built for {self.form}; resize, move or "

@@ -39,8 +39,8 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Cut [start, stop) of the flattened ``shape`` (row-major) into at most 2 * ndim - 1 boxes, in order."""
     if start >= stop:
         return
-    if len(shape) <= 1:
-        yield Box((start,), (stop - start,), 0, stop - start) if shape else Box((), (), 0, 1)
+    if not shape:
+        yield Box((), (), 0, 1)
         return
     row = math.prod(shape[1:])
     # What is there of a row that is cut, whole rows, and what is there of a row that is cut.

@@ -142,17 +142,17 @@ class WeightArrivals:
             self.wait_for(read)
 
 
+@torch.no_grad()
 def _send(params: Sequence[MainParam], stream: torch.Stream | None) -> None:
     """Copy the weights of ``params`` from host memory to the device, on ``stream``."""
     if stream is not None:
         torch.accelerator.set_stream(stream)  # of this thread
-    with torch.no_grad():
-        for param in params:
-            if param.on_host is not None:
-                # .data: a write of our own, which no version counts.
-                param.part.data.copy_(param.on_host.weights, non_blocking=stream is not None)
-                if stream is not None:
-                    param.part.record_stream(stream)  # the model may be dropped meanwhile
+    for param in params:
+        if param.on_host is not None:
+            # .data: a write of our own, which no version counts.
+            param.part.data.copy_(param.on_host.weights, non_blocking=stream is not None)
+            if stream is not None:
+                param.part.record_stream(stream)  # the model may be dropped meanwhile
 
 
 def _wait(thread: MessageThread, done: "Future[None]", sent: torch.Event | None, device: torch.device) -> None:
