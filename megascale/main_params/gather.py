@@ -43,11 +43,6 @@ class GatheredBucket:
         view.copy_(param.clone() if is_in_bucket else param)
         param.data = view
 
-    def is_view(self, name: str, param: nn.Parameter) -> bool:
-        """Return whether ``param`` still lies in this bucket."""
-        view = self.memory.views[name]
-        return param.data_ptr() == view.data_ptr() and param.stride() == view.stride()
-
     def start(self) -> None:
         """Start the gather of this rank's shard, behind the work of the current stream, and those of others."""
         self.was_started = True
@@ -57,8 +52,8 @@ class GatheredBucket:
 
     def watch(self) -> None:
         """Find out, when the gather is first waited for, which params were written meanwhile, and so replaced."""
-        is_replaced = group_size(self.synced.group.shard) > 1
-        self._watch = WriteWatch(self.synced.params) if is_replaced else None
+        if group_size(self.synced.group.shard) > 1:  # else nothing is replaced
+            self._watch = WriteWatch(self.synced.params)
 
     def wait(self) -> None:
         """Let the current stream wait for the gather, if one is under way. Raises where a rank is lost."""

@@ -50,12 +50,10 @@ class OwnedMainParams(ShardedMainParams):
 
     @override
     def export_state(self, param: MainParam, state: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
-        group = self._gather.bucket_of[id(param.model)].synced.group.shard
-
         def export(leaf: Any) -> Tensor:
             value = leaf.detach() if param.is_owned else torch.empty(0, dtype=leaf.dtype, device=param.main.device)
             if copy:
-                return self._sum_of_pieces(value, leaf.shape, 0, group, param.model.device)
+                return self._sum_of_pieces(param, value, leaf.shape, 0)
             return ParamShard(value.reshape(-1), leaf.shape, 0)
 
         nest = state if param.is_owned else self._forms.get(param.name, {})

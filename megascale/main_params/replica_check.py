@@ -57,8 +57,12 @@ def require_same(
         here = [owner for owner in map(owner_of, own.values()) if isinstance(owner, GradSync)]
         syncs.update((id(sync), sync) for sync in here)
         by_sync = here[0].construction(experts=experts) if here else Construction({KIND: _UNREDUCED}, {}, {})
-        forms = param_forms("the optimizer", own.items(), {} if values_may_differ else group_of)
-        facts = {KIND: by_sync.facts[KIND], "replicas_may_differ": values_may_differ, **forms, **by_sync.facts}
+        facts = {
+            KIND: by_sync.facts[KIND],
+            "replicas_may_differ": values_may_differ,
+            **param_forms("the optimizer", own.items(), {} if values_may_differ else group_of),
+            **by_sync.facts,
+        }
         return Construction(facts, by_sync.groups, {} if values_may_differ else digests(own))
 
     try:

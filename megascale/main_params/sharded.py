@@ -5,12 +5,11 @@ state; or whole parameters, each of one owner: :mod:`megascale.main_params.owned
 reduced gradients, writes them into flat buckets that the model's parameters are views of, and gathers those buckets.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from megascale.errors import ArgumentError, StateDictError, listed
@@ -61,7 +60,6 @@ class ShardedMainParams(MainParams):
         self._gather = gather
         self.written_too_early = gather.written_too_early
         self._broadcast = broadcast
-        self._place = {name: index for index, (name, _) in enumerate(named)}
 
     @override
     def make(self, params: Mapping[str, nn.Parameter], group_of: Mapping[str, int]) -> list[MainParam]:
@@ -70,12 +68,12 @@ class ShardedMainParams(MainParams):
         Raises ArgumentError on every rank alike, before anything has changed, for a parameter that cannot be taken in,
         if ranks have built different optimizers, or if they hold different values and may not be overwritten.
         """
-        in_order = sorted(params.items(), key=lambda item: self._place.get(item[0], len(self._place)))
-        self._compare(params, [name for name, _ in in_order], group_of)
+        in_forward = {name: params[name] for name, _ in self._explicit_names.values() if name in params}
+        self._compare(params, in_forward, group_of)
         if self._broadcast:
             broadcast_parameters(params.items(), self._groups)
         # Gradients first: their buckets say where model params lie, so that one range is a rank's shard of both.
-        added = self._grad_sync.add(in_order, group_of)
+        added = self._grad_sync.add(in_forward.items(), group_of)
         shards: dict[str, Tensor] = {}
         pieces: dict[str, Piece] = {}
         for synced in added:
@@ -92,7 +90,7 @@ class ShardedMainParams(MainParams):
         ]
 
     def _compare(
-        self, params: Mapping[str, nn.Parameter], in_forward: Sequence[str], group_of: Mapping[str, int]
+        self, params: Mapping[str, nn.Parameter], in_forward: Collection[str], group_of: Mapping[str, int]
     ) -> None:
         """Raise ArgumentError on every rank alike for what :meth:`make` cannot take in. ``in_forward``: their names."""
         error: Exception | None = None
@@ -176,7 +174,8 @@ class ShardedMainParams(MainParams):
         """
         for param in self:
             bucket = self._gather.bucket_of[id(param.model)]
-            if not bucket.is_view(param.name, param.model):
+            view = bucket.memory.views[param.name]
+            if param.model.data_ptr() != view.data_ptr() or param.model.stride() != view.stride():
                 bucket.point(param.name, param.model)
                 if param.is_copy:
                     param.sync_from_model()
@@ -223,7 +222,6 @@ class ShardedMainParams(MainParams):
     @override
     def export(self, param: MainParam, values: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
         """See :class:`MainParams`. Whole tensors are in host memory."""
-        group = self._gather.bucket_of[id(param.model)].synced.group.shard
         exported: dict[str, Tensor] = {}
         for key, value in values.items():
             shape, start = param.model.shape, param.start
@@ -233,19 +231,18 @@ class ShardedMainParams(MainParams):
                 exported[key] = value.detach().clone() if copy else value.detach()
                 continue
             if copy:
-                exported[key] = self._sum_of_pieces(value, shape, start, group, param.model.device)
+                exported[key] = self._sum_of_pieces(param, value, shape, start)
             else:
                 exported[key] = ParamShard(value.detach().reshape(-1), shape, start)
         return exported
 
-    def _sum_of_pieces(
-        self, piece: Tensor, shape: torch.Size, start: int, group: ProcessGroup | None, device: torch.device
-    ) -> Tensor:
-        """Return the whole tensor on the host: an all-reduce of bytes, to which each rank adds its own piece.
+    def _sum_of_pieces(self, param: MainParam, piece: Tensor, shape: torch.Size, start: int) -> Tensor:
+        """Return the whole of a tensor of ``param`` on the host: an all-reduce of bytes, to which each rank adds its
+        own piece.
 
-        ``device``: of the collective. The piece may lie in host memory meanwhile: :mod:`.residence`.
+        On the model param's device: the piece may lie in host memory meanwhile, see :mod:`.residence`.
         """
-        whole = piece.new_zeros(shape.numel(), device=device)
+        whole = piece.new_zeros(shape.numel(), device=param.model.device)
         whole[start : start + piece.numel()] = piece.reshape(-1)
-        all_reduce_sum_(whole.view(torch.uint8), group)
+        all_reduce_sum_(whole.view(torch.uint8), self._gather.bucket_of[id(param.model)].synced.group.shard)
         return whole.view(shape).cpu()
