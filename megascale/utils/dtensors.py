@@ -29,8 +29,10 @@ def is_cut(tensor: Tensor) -> bool:
         return False
     from torch.distributed.tensor import Replicate
 
-    placed = enumerate(tensor.placements)
-    return any(type(one) is not Replicate and tensor.device_mesh.size(dim) > 1 for dim, one in placed)
+    return any(
+        type(placement) is not Replicate and tensor.device_mesh.size(mesh_dim) > 1
+        for mesh_dim, placement in enumerate(tensor.placements)
+    )
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -59,8 +61,7 @@ def distribute_like(tensor: Tensor, like: "DTensor") -> "DTensor":
     """Return ``tensor``, which every rank holds whole, with the placements of ``like``. Communicates nothing."""
     from torch.distributed.tensor import distribute_tensor
 
-    source = tensor.detach().to(like.device)
-    return distribute_tensor(source, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(tensor.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def row_cuts(tensor: "DTensor") -> int | None:
@@ -99,8 +100,9 @@ def placed_like(part: Tensor, like: "DTensor", shape: torch.Size, stride: tuple[
     # In place of ``part``: from_local() moves what is in host memory, takes a view, whose base would keep memory that
     # offload() frees, and takes over the offset in the storage, with which torch cannot deep-copy a DTensor.
     other = part.new_empty(()).expand(part.shape)
-    mesh, placements = like.device_mesh, like.placements
-    made: Any = DTensor.from_local(other, mesh, placements, run_check=False, shape=shape, stride=stride)
+    made: Any = DTensor.from_local(
+        other, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
     placed: DTensor = made.to(part.device)
     placed._local_tensor = part
     return placed
