@@ -55,7 +55,10 @@ class WriteTracker:
 
     def remember(self, slot: int, other: "WriteTracker", other_slot: int) -> None:
         """Copy what ``other`` remembers of its param at ``other_slot`` to ``slot``."""
-        self._versions[slot], self._rows[slot] = other._versions[other_slot], other._rows[other_slot]
+        version = other._versions[other_slot]
+        if self._are_dtensors != other._are_dtensors:  # of a plain param, whose version is read twice among DTensors
+            version = (version, version) if self._are_dtensors else version[0]
+        self._versions[slot], self._rows[slot] = version, other._rows[other_slot]
         self._seen = None
 
     def take(self, slot: int) -> None:
