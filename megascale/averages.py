@@ -90,6 +90,11 @@ class AveragedMainParams:
     ) -> None:
         if avg_fn is not None and multi_avg_fn is not None:
             raise ArgumentError("avg_fn and multi_avg_fn are both given; give one")
+        for name, rule in (("avg_fn", avg_fn), ("multi_avg_fn", multi_avg_fn)):
+            if rule is not None and not callable(rule):
+                raise ArgumentTypeError(
+                    f"{name} must be a function, got {rule!r}; torch.optim.swa_utils.get_ema_{name}(decay) makes one"
+                )
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer):

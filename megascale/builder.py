@@ -234,6 +234,10 @@ def _param_groups(config: OptimizerConfig, named: Sequence[NamedParam], override
 
 
 def _check_overrides(overrides: Overrides, names: list[str], optimizer: str) -> None:
+    if not isinstance(overrides, Mapping):
+        raise ArgumentTypeError(
+            f"overrides must be a dict of name patterns to options, as {{'*.bias': {{'lr': 0.1}}}}, got {overrides!r}"
+        )
     for pattern, changes in overrides.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ArgumentError(
@@ -249,9 +253,6 @@ def _check_overrides(overrides: Overrides, names: list[str], optimizer: str) -> 
                     raise ArgumentError(f"{where} needs config.optimizer='muon', got {optimizer!r}; leave it out")
                 validate.one_of(where, value, (MUON.name, MUON.beside))
             elif option == "betas":
-                if not isinstance(value, (tuple, list)) or len(value) != 2:
-                    raise ArgumentError(f"{where} must be two numbers in [0, 1), got {value!r}")
-                for beta in value:
-                    validate.fraction(where, beta)
+                validate.betas(where, value)
             else:
                 validate.non_negative(where, value)

@@ -56,6 +56,8 @@ def cast_model(model: M, dtype: torch.dtype, keep: Chosen | Iterable[Chosen] = (
             the model does not have.
     """
     _check(model, dtype)
+    if not isinstance(keep, (str, type, nn.Module, Iterable)):
+        raise ArgumentTypeError(f"keep must be a pattern, a type, a module, or several of these, got {keep!r}")
     chosen: list[Any] = [keep] if isinstance(keep, (str, type, nn.Module)) else list(keep)
     kept, kept_params = _kept(model, chosen)
     whole = {id(part) for module in kept for part in module.modules()}

@@ -35,8 +35,7 @@ class Lion(torch.optim.Optimizer):
         maximize: bool = False,
     ) -> None:
         validate.non_negative("lr", lr)
-        for index, beta in enumerate(betas):
-            validate.fraction(f"betas[{index}]", beta)
+        validate.betas("betas", betas)
         validate.non_negative("weight_decay", weight_decay)
         validate.flag("maximize", maximize)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})

@@ -85,7 +85,7 @@ class MixedPrecisionOptimizer(MegascaleOptimizer):
         grads_are_scaled: bool = False,
         replicas_may_differ: bool = False,
     ) -> None:
-        named = None if named_parameters is None else list(named_parameters)
+        named = None if named_parameters is None else validate.named("named_parameters", named_parameters)
         main_params = self._make_main_params(named or ())
         check_arguments(optimizer, config, grad_scaler, sharded=main_params.is_sharded)
         if not main_params.is_sharded:  # sharded ones have checked modules, and a grad_sync without parameters yet

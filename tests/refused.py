@@ -221,6 +221,7 @@ BUILT = _of(
         ({"overrides": {"*": {"betas": (0.9, 1.0)}}}, "must be in [0, 1), got 1.0"),
         ({"overrides": {"*": {"betas": 0.9}}}, "must be two numbers"),
         ({"overrides": {"*": 3}}, "must be a dict of options, got 3"),
+        ({"overrides": [{"lr": 0.1}]}, "overrides must be a dict of name patterns to options"),
     ],
 )
 LIONS = _of(
@@ -231,6 +232,7 @@ LIONS = _of(
         ({"lr": -0.1}, "lr must be"),
         ({"betas": (0.9, 1.0)}, "betas[1] must be"),
         ({"betas": (-0.1, 0.9)}, "betas[0] must be"),
+        ({"betas": 0.9}, "betas must be two numbers in [0, 1), got 0.9"),
         ({"weight_decay": -1.0}, "weight_decay must be"),
         ({"maximize": "yes"}, "maximize must be True or False"),
     ],
@@ -356,6 +358,26 @@ WRAPPED = [
         ),
         (lambda: _adds_to_a_chain(of_the_other=True), ArgumentError, "another optimizer of the chain holds"),
         (lambda: _adds_to_a_chain(of_the_other=False), ArgumentError, "have a parameter called 'added'"),
+        (
+            lambda: MixedPrecisionOptimizer(FP32(), named_parameters=model().parameters()),  # type: ignore[arg-type]
+            ArgumentTypeError,
+            "must be pairs of name and parameter, as model.named_parameters() gives",
+        ),
+        (
+            lambda: MixedPrecisionOptimizer(FP32(), grad_sync=model()),  # type: ignore[arg-type]
+            ArgumentTypeError,
+            "grad_sync must be a GradSync, as GradSync(model.named_parameters()), got a Tiny",
+        ),
+        (
+            lambda: cast_model(model(), torch.float16, keep=None),  # type: ignore[arg-type]
+            ArgumentTypeError,
+            "keep must be a pattern, a type, a module",
+        ),
+        (
+            lambda: AveragedMainParams(model(), FP32(), avg_fn=0.9),  # type: ignore[arg-type]
+            ArgumentTypeError,
+            "torch.optim.swa_utils.get_ema_avg_fn(decay) makes one",
+        ),
         (lambda: GradSync(model()), ArgumentTypeError, "as model.named_parameters() gives, got a Tiny"),  # type: ignore[arg-type]
         (lambda: GradSync(model().parameters()), ArgumentTypeError, "must be pairs of name and parameter"),  # type: ignore[arg-type]
         (

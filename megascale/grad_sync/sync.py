@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from megascale.errors import ArgumentError, ArgumentTypeError, GradientError, UsageError, sparse_gradient
+from megascale.errors import ArgumentError, GradientError, UsageError, sparse_gradient
 from megascale.grad_sync.bucket import FlatBucket, SyncedBucket, tag_of
 from megascale.grad_sync.clipping_by_hand import refuse_while_there
 from megascale.grad_sync.construction import KIND, Construction, param_forms, ranks_by_field
@@ -139,13 +139,7 @@ class GradSync:
         Raises ArgumentError, ArgumentTypeError, or GradientError for a sparse gradient, before anything has changed.
         """
         params: dict[str, nn.Parameter] = {}
-        try:
-            named = [(name, param) for name, param in named_parameters]
-        except (TypeError, ValueError) as error:
-            raise ArgumentTypeError(
-                "named_parameters must be pairs of name and parameter, as model.named_parameters() gives, got a "
-                f"{type(named_parameters).__name__}"
-            ) from error
+        named = validate.named("named_parameters", named_parameters)
         for name, param in named:
             if param.requires_grad and params.setdefault(name, param) is not param:
                 raise ArgumentError(

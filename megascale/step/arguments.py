@@ -57,10 +57,14 @@ def check_arguments(optimizer: Any, config: Any, grad_scaler: Any, *, sharded: b
 
 
 def check_belongs(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None, grad_sync: object) -> None:
-    """Raise ArgumentError where names or main grads are those of other parameters than the optimizer's.
+    """Raise an error where names or main grads are not those of the optimizer's parameters.
 
     ``names``: by id of the parameter, as they were given; None: none were.
     """
+    if grad_sync is not None and not hasattr(grad_sync, "main_grad"):
+        raise ArgumentTypeError(
+            f"grad_sync must be a GradSync, as GradSync(model.named_parameters()), got a {type(grad_sync).__name__}"
+        )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     nameless = [index for index, param in enumerate(params) if names is not None and id(param) not in names]
     if nameless:

@@ -93,6 +93,25 @@ def path(name: str, value: Any) -> Path:
     return Path(value).absolute()
 
 
+def named(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return ``value`` as a list of pairs of a name and a parameter."""
+    try:
+        return [(key, param) for key, param in value]
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(
+            f"{name} must be pairs of name and parameter, as model.named_parameters() gives, got a "
+            f"{type(value).__name__}"
+        ) from error
+
+
+def betas(name: str, value: Any) -> None:
+    """Raise an error unless ``value`` is two numbers in [0, 1)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ArgumentError(f"{name} must be two numbers in [0, 1), got {value!r}")
+    for index, beta in enumerate(value):
+        fraction(f"{name}[{index}]", beta)
+
+
 def one_of(name: str, value: Any, choices: Collection[str]) -> str:
     """Return ``value`` if it is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
