@@ -20,7 +20,7 @@ def change_host_kernel(optimizer: MixedPrecisionOptimizer, now: Callable[..., An
 
     def put(new: Callable[..., Any]) -> None:
         backend.adam_ = new
-        update.release_memory()  # calls that know the one before
+        update.release_memory(optimizer._member.main_params.units())  # calls that know the one before
 
     put(partial(now, kernel))
     return partial(put, kernel)

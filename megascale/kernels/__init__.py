@@ -19,7 +19,7 @@ from megascale.kernels.native.backend import NativeBackend
 from megascale.kernels.protocol import Operands
 from megascale.kernels.reference import Backend, ReferenceBackend
 from megascale.kernels.selection import host_backend, select_backend, why_not
-from megascale.kernels.tensors.checked_memory import memory_fault, sharing, tensor_fault
+from megascale.kernels.tensors.faults import memory_fault, sharing, tensor_fault
 from megascale.kernels.tensors.forms import LOOKS, Forms
 from megascale.kernels.tensors.list_reader import UNREADABLE, ListReader
 from megascale.kernels.tensors.tensor_list import TensorList

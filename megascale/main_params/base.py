@@ -66,6 +66,7 @@ class MainParams:
         self._frozen: list[nn.Parameter] = []
         self._trained: list[bool] = []
         self._units: list[UpdateUnit] | None = None
+        self.times_arranged = 0
         self.ordered: list[list[MainParam]] = []
         self.residence = Residence()
         # Names of params that were written while their weights were on their way. Whoever waits for weights adds to it.
@@ -203,6 +204,7 @@ class MainParams:
         """Return the units, in the order of the update."""
         if self._units is None:
             self._units = self.make_units()
+            self.times_arranged += 1
         return self._units
 
     def make_units(self) -> list[UpdateUnit]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ SLICE = 1 << 24
 """Elements, about, that are updated in host memory before their weights travel."""
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class UpdateUnit:
     """Main params that are updated together: of one device and dtype, all held as remainders or none.
 
@@ -30,6 +31,8 @@ class UpdateUnit:
         counted: those of ``elsewhere`` that are trained, and have a gradient in every step therefore.
         is_on_host: whether main params live in host memory: all of them do, or none.
         slots: of ``params`` in the tracker of writes.
+        kernels: what updates them, of which :class:`megascale.step.kernel_update.KernelUpdate` makes use; None: nothing
+            was made yet.
     """
 
     groups: dict[int, list[MainParam]]
@@ -38,6 +41,7 @@ class UpdateUnit:
     counted: list[MainParam] = field(init=False)
     is_on_host: bool = field(init=False)
     slots: list[int] = field(init=False)
+    kernels: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.params = list(chain.from_iterable(self.groups.values()))

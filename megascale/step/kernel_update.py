@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from itertools import chain, groupby
 from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -43,7 +42,6 @@ class KernelUpdate(GeneralUpdate):
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, config: StepConfig, rule: Rule) -> None:
         super().__init__(optimizer, backend)
         self.rule = rule
-        self._kernels: WeakKeyDictionary[UpdateUnit, KernelCalls] = WeakKeyDictionary()
         self._option_names = ("lr", *rule.numbers, *rule.flags)
         self._read_names = (*self._option_names, *rule.may_read)
         dtypes = {name: moment.dtype(getattr(config, moment.field)) for name, moment in MOMENTS.items()}
@@ -70,8 +68,9 @@ class KernelUpdate(GeneralUpdate):
         return self._state.take_in()
 
     @override
-    def release_memory(self) -> None:
-        self._kernels.clear()
+    def release_memory(self, units: Sequence[UpdateUnit]) -> None:
+        for unit in units:
+            unit.kernels = None
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
@@ -81,7 +80,7 @@ class KernelUpdate(GeneralUpdate):
             values: list[Any] = []
             for options in pending.options:
                 values += map(options.get, self._read_names)
-            kept = self._kernels.get(pending.unit)
+            kept: KernelCalls | None = pending.unit.kernels
             # Hyperparameters serve while the options are the same objects as when they were read.
             is_same = kept is not None and all(map(is_, kept.values, values))
             for options in () if is_same else pending.options:
@@ -165,7 +164,7 @@ class KernelUpdate(GeneralUpdate):
         Raises UsageError, before any value has changed, for state that an option needs and that was not loaded.
         """
         unit, backend = pending.unit, self.backend_of(pending.unit)
-        kept = self._kernels.get(unit)
+        kept: KernelCalls | None = unit.kernels
         # Main params and state never move. Only their storages may, as into shared memory.
         if kept is not None and list(map(_ADDRESS, kept.storages.values())) != list(kept.storages):
             kept = None
@@ -185,8 +184,8 @@ class KernelUpdate(GeneralUpdate):
         if kept is None or [call[:2] for call in kept.calls] != [run[:2] for run in runs]:
             kept = self._made(unit, runs)
         calls = [call._replace(hypers=hypers) for call, (*_, hypers) in zip(kept.calls, runs, strict=True)]
-        self._kernels[unit] = kept._replace(values=values, calls=calls)
-        return self._kernels[unit]
+        unit.kernels = kept._replace(values=values, calls=calls)
+        return unit.kernels
 
     def _made(self, unit: UpdateUnit, runs: Sequence[_Run]) -> KernelCalls:
         """Return new calls, one for each run, without hyperparameters."""

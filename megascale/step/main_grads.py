@@ -86,7 +86,7 @@ class _Loan:
         for param in self._params:
             param.release()
             param.record_version()
-        self.member.update.release_memory()
+        self.member.update.release_memory(self.member.main_params.units())
 
     def settle(self) -> list[OverflowFlags]:
         """Round main params into model params, and gather these. Returns which main params did not fit."""
@@ -95,7 +95,7 @@ class _Loan:
         for unit in main_params.units():  # as a step does
             main_params.mark_written(unit)
         main_params.end_step()
-        self.member.update.release_memory()  # state may lie elsewhere now
+        self.member.update.release_memory(main_params.units())  # state may lie elsewhere now
         return flags
 
 

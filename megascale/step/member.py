@@ -154,7 +154,7 @@ class StepMember:
         mains = (param.memory for param in self.main_params if param.is_copy and param.on_host is None)
         held = (state for param, state in self.optimizer.state.items() if id(param) not in at_home)
         states = chain.from_iterable(map(tensors_in, held))
-        self.update.release_memory()
+        self.update.release_memory(self.main_params.units())
         self.main_params.residence.leave(chain(mains, states), pin=pin)
         self.release_captured()  # graphs would keep the memory that is to be free
         try:

@@ -6,7 +6,6 @@ from functools import partial
 from itertools import accumulate
 from operator import is_not
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -161,15 +160,14 @@ class MuonUpdate(KernelUpdate):
         super().__init__(optimizer, backend, config, MUON)
         self._dtype = config.muon_ns_dtype
         self._muon = _MuonKernel(backend, self._dtype)
-        self._supported: WeakKeyDictionary[UpdateUnit, bool] = WeakKeyDictionary()
 
     @override
     def kernel_of(self, unit: UpdateUnit, part: slice) -> Kernel:
         return partial(self._muon.run, [param.main for param in unit.params[part]])
 
     @override
-    def release_memory(self) -> None:
-        super().release_memory()
+    def release_memory(self, units: Sequence[UpdateUnit]) -> None:
+        super().release_memory(units)
         self._muon.decoded.clear()
 
     @override
@@ -180,10 +178,8 @@ class MuonUpdate(KernelUpdate):
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        for unit in (pending.unit for pending in updates):
-            if unit not in self._supported:
-                self._supported[unit] = all(cuts_of(param.main) is not None for param in unit.params)
-        if not all(self._supported[pending.unit] for pending in updates):
+        new = [pending.unit for pending in updates if pending.unit.kernels is None]
+        if any(cuts_of(param.main) is None for unit in new for param in unit.params):
             return self.prepare_own_step(updates, "DTensors whose pieces cannot be joined: cut them otherwise")
         return super().prepare(updates)
 

@@ -328,7 +328,7 @@ class StepRecipe:
             self.errors.flags[-1],
             self.last_result,
             self._settings(),
-            [member.main_params.units() for member in self.members],
+            [member.main_params.times_arranged for member in self.members],
             [storage for member in self.members for storage in member.captured_memory()],
         )
         for member in self.members:
@@ -359,11 +359,13 @@ class StepRecipe:
 
     def _require_in_place(self, captured: CapturedStep) -> None:
         """Take over writes to weights and state. Raises UsageError where a replay would read or write other memory."""
-        for member, units in zip(self.members, captured.units, strict=True):
+        for member, arranged in zip(self.members, captured.times_arranged, strict=True):
             member.main_params.residence.require_here("a graph's replay")
             member.sync_from_model()
             # Units are made anew where parameters have moved. State that is taken in now is not what a replay has read.
-            if member.update.take_in_state() or member.main_params.units() is not units or not captured.memory:
+            member.main_params.units()
+            have_moved = member.update.take_in_state() or member.main_params.times_arranged != arranged
+            if have_moved or not captured.memory:
                 raise UsageError(
                     "parameters or optimizer state have moved since the graph was captured (added, loaded, or moved to "
                     "another device); make a new StepGraph"

@@ -21,6 +21,7 @@ from megascale.kernels import (
     memory_fault,
 )
 from megascale.main_params.main_param import MainParam
+from megascale.main_params.update_unit import UpdateUnit
 from megascale.rules import BY_KIND, KINDS
 from megascale.step.kernel_state import rate
 from megascale.step.lending import is_narrow, lent
@@ -123,8 +124,8 @@ class GeneralUpdate:
             f"use {either([kind.__name__ for kind in KINDS])}"
         )
 
-    def release_memory(self) -> None:
-        """Let go of the memory of main params and state: it is read anew in the next step."""
+    def release_memory(self, units: Sequence[UpdateUnit]) -> None:
+        """Let go of the memory of main params and state of all units: it is read anew in the next step."""
 
     def raise_failure(self) -> None:
         """Raise, once, what the update before has raised in another thread, where main params may be changed in part.

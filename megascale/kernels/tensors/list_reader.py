@@ -67,7 +67,7 @@ class ListReader:
         self.forms, self._guards, self._whole = Forms(tensors), {}, None
 
     def read(self, tensors: list[Any], filled: list[Any] | None = None) -> TensorList | None:
-        """Return ``tensors`` if kernels can read all: see :mod:`megascale.kernels.tensors.checked_memory`. Else None.
+        """Return ``tensors`` if kernels can read all: see :mod:`megascale.kernels.tensors.faults`. Else None.
 
         ``filled``: where some are missing, a list in which others stand in for these.
         """

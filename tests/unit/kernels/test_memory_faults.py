@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from megascale.kernels import ListReader
-from megascale.kernels.tensors.checked_memory import memory_fault, tensor_fault
+from megascale.kernels.tensors.faults import memory_fault, tensor_fault
 
 
 def _resized(tensor: Tensor, nbytes: int) -> Tensor:
