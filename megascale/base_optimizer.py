@@ -75,9 +75,14 @@ class MegascaleOptimizer(torch.optim.Optimizer):
 
         All ranks raise at the same step: at once, or one step late where the host would have to wait for the device.
         """
+        error = self._settings_error()
         if closure is not None:
-            raise UsageError("step() takes no closure: run forward and backward first, with the loss from scale_loss()")
-        return self._recipe.step(self._settings_error())
+            error = UsageError(
+                "step() takes no closure: run forward and backward first, with the loss from scale_loss()"
+            )
+            if self._decision is not None:  # no rank waits for this one's statistics
+                raise error
+        return self._recipe.step(error)
 
     @torch.no_grad()
     def prepare_grads(self) -> Tensor:
@@ -117,15 +122,21 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             ArgumentError, ArgumentTypeError: for parameters in the place of ``max_norm``, or another norm.
             UsageError: as :meth:`prepare_grads`; also if called twice a step.
         """
-        if not isinstance(max_norm, (int, float)):
-            raise ArgumentTypeError(
-                f"max_norm must be a number, got {type(max_norm).__name__}: the optimizer clips all of its own "
-                "parameters by one norm, so call optimizer.clip_grad_norm_(1.0), without them"
-            )
-        if norm_type != 2:
-            raise ArgumentError(f"norm_type must be 2, the norm that the optimizer clips by, got {norm_type!r}")
-        limit = 0.0 if max_norm == math.inf else validate.positive("max_norm", max_norm)
-        return self._recipe.prepare(self._settings_error(), limit).grad_norm
+        error: Exception | None = self._settings_error()
+        limit = 0.0
+        try:
+            if not isinstance(max_norm, (int, float)):
+                raise ArgumentTypeError(
+                    f"max_norm must be a number, got {type(max_norm).__name__}: the optimizer clips all of its own "
+                    "parameters by one norm, so call optimizer.clip_grad_norm_(1.0), without them"
+                )
+            if norm_type != 2:
+                raise ArgumentError(f"norm_type must be 2, the norm that the optimizer clips by, got {norm_type!r}")
+            if max_norm != math.inf:
+                limit = validate.positive("max_norm", max_norm)
+        except ArgumentError as caught:  # other ranks wait for this one's statistics
+            error = caught
+        return self._recipe.prepare(error, limit).grad_norm
 
     @torch.no_grad()
     def clip_grad_value_(self, max_value: float) -> None:

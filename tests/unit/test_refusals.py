@@ -198,6 +198,13 @@ def _zero1_state_on_one_rank() -> None:
     _on_the_first_rank(optimizer.state_dict)
 
 
+def _wrong_on_one_rank(call: str, wrong: Any, right: Any) -> None:
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(_model().parameters()))
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    getattr(optimizer, call)(right if dist.get_rank() else wrong)
+
+
 def _fewer_positions() -> None:
     saved = MixedPrecisionOptimizer(torch.optim.AdamW(_model().parameters())).state_dict()
     more = cast_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.bfloat16)
@@ -325,6 +332,14 @@ ROWS = [
     Refusal("an fp16 policy, no scaler", _fp16_policy_without_a_scaler, ArgumentError, "pass a DynamicGradScaler", 2),
     Refusal("fp16 under a bf16 policy", _bf16_policy_over_fp16, ArgumentError, "leave param_dtype out", 2),
     Refusal("a path for a sink", _a_path_for_a_sink, ArgumentTypeError, "[CsvFile(path)]", 2),
+    *(
+        Refusal(f"{call}({wrong!r}) on one rank", partial(_wrong_on_one_rank, call, wrong, right), kind, words, 2)
+        for call, wrong, right, kind, words in (
+            ("step", int, None, UsageError, "rank 0: step() takes no closure"),
+            ("clip_grad_norm_", "1.0", 1.0, ArgumentTypeError, "rank 0: max_norm must be a number, got str"),
+            ("clip_grad_norm_", 0.0, 1.0, ArgumentError, "rank 0: max_norm must be above 0, got 0.0"),
+        )
+    ),
     Refusal("StepMetrics on one rank", _metrics_on_one_rank, UsageError, "Call it on every rank", 2, True),
     Refusal("an optimizer built before fully_shard", _built_before_fully_shard, UsageError, _LAST, 2),
     Refusal("named_parameters from after fully_shard", _named_after_fully_shard, ArgumentError, _LAST, 2),
