@@ -221,6 +221,7 @@ BUILT = _of(
         ({"overrides": {"*": {"betas": (0.9, 1.0)}}}, "must be in [0, 1), got 1.0"),
         ({"overrides": {"*": {"betas": 0.9}}}, "must be two numbers"),
         ({"overrides": {"*": 3}}, "must be a dict of options, got 3"),
+        ({"overrides": {"*": {"momentum": 0.5}}}, "must be one of 'lr', 'lr_mult', 'weight_decay', 'betas', 'eps'"),
         ({"overrides": [{"lr": 0.1}]}, "overrides must be a dict of name patterns to options"),
     ],
 )
