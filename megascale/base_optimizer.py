@@ -72,6 +72,8 @@ class MegascaleOptimizer(torch.optim.Optimizer):
             GradientError: for a sparse gradient, naming the parameter.
             StateDictError: in the first step, for an option of a param group that a state dict cannot hold.
             MainParamOverflowError: for a main param that rounds to inf in fp16, naming the parameter.
+            InnerStepError: for what the update itself raised, as for want of memory: some main params may be updated
+                and others not. On several ranks the next step raises it.
 
         All ranks raise at the same step: at once, or one step late where the host would have to wait for the device.
         """

@@ -60,7 +60,9 @@ class NonFiniteParamError(MegascaleError, ArithmeticError):
 
 
 class InnerStepError(MegascaleError, RuntimeError):
-    """The wrapped optimizer's own ``step()`` raised an error. Some main params may be updated and others not."""
+    """The wrapped optimizer's own ``step()``, or an update by kernels, raised an error, as for want of memory. Some
+    main params may be updated and others not.
+    """
 
 
 class SkippedStepsError(MegascaleError, RuntimeError):

@@ -39,7 +39,7 @@ class Operands:
         remainder: int16, contiguous as ``model`` is: main params are held as remainders, see
             :mod:`megascale.kernels.remainders`, and ``main`` has no memory in an update. Empty: ``main`` holds the
             values.
-        groups: the number of parameters of each param group, one after the other. Empty: they are of one. See
+        groups: how many parameters each param group has, of all of them together. Empty: they are of one group. See
             :meth:`megascale.kernels.ReferenceBackend.kind_of`.
         tables: what backends have made of all tensors but gradients.
     """

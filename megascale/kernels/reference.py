@@ -27,10 +27,10 @@ class ReferenceBackend(TorchDecisions, TorchRounding):
     name = "reference"
 
     def kind_of(self, hyper: Hyper) -> object:
-        """Return what is equal for param groups that one call of an update can take together: here for none.
+        """Return a key. One call may update neighbouring param groups whose keys are equal: here none are.
 
-        Such an update takes further hyperparameters behind its other arguments, those of each param group but the
-        first; ``operands.groups`` says how many parameters each has.
+        An update whose keys can be equal takes further arguments, the hyperparameters of each param group but the
+        first; ``operands.groups`` says how many parameters each group has.
         """
         return object()
 

@@ -65,7 +65,8 @@ class MainParams:
         self.tracker = WriteTracker([])
         self._frozen: list[nn.Parameter] = []
         self._trained: list[bool] = []
-        self._units: list[UpdateUnit] | None = None
+        self._units: list[UpdateUnit] = []
+        self._has_units = False
         self.times_arranged = 0
         self.ordered: list[list[MainParam]] = []
         self.residence = Residence()
@@ -106,7 +107,7 @@ class MainParams:
         if self.tracker.moved():
             check_apart([(param.name, param.model) for param in params])
             self.restore()
-            self._units = None
+            self._has_units = False
             written = self.tracker.written()
         for index in written:
             params[index].sync_from_model()
@@ -163,7 +164,7 @@ class MainParams:
                 self.tracker.remember(index, main.tracker, main.slot)
             main.tracker, main.slot = self.tracker, index
         self._trained = self.tracker.requires_grad
-        self._units = None
+        self._has_units = False
         return made
 
     def names(self, param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
@@ -202,8 +203,10 @@ class MainParams:
 
     def units(self) -> list[UpdateUnit]:
         """Return the units, in the order of the update."""
-        if self._units is None:
-            self._units = self.make_units()
+        if not self._has_units:
+            for unit in self._units:
+                unit.calls = None  # who holds the unit still must hold no memory through it
+            self._units, self._has_units = self.make_units(), True
             self.times_arranged += 1
         return self._units
 

@@ -109,7 +109,7 @@ class HostUpdate(KernelUpdate):
         prepared = super().prepare(
             [self._on_host(pending) if pending.unit.is_on_host else pending for pending in updates]
         )
-        return [replace(pending, kernels=one.kernels) for pending, one in zip(updates, prepared, strict=True)]
+        return [replace(pending, calls=one.calls) for pending, one in zip(updates, prepared, strict=True)]
 
     @override
     def prepare_own_step(self, updates: Sequence[PendingUpdate], why: str) -> list[PendingUpdate]:
@@ -214,10 +214,10 @@ class HostUpdate(KernelUpdate):
         found_inf, coefficient, are_written = self._numbers
         decision = Decision(found_inf, coefficient, coefficient, coefficient)
         # Not self: see _Findings.
-        kernels, findings = pending.kernels, self._findings
+        calls, findings = pending.calls, self._findings
 
         def task() -> bool:
-            if findings.failure.error is not None or kernels is None:  # prepare() has refused what has none
+            if findings.failure.error is not None or calls is None:  # prepare() has refused what has none
                 return False
             try:
                 if arrived is not None:
@@ -230,7 +230,7 @@ class HostUpdate(KernelUpdate):
                         "or leave overlap_cpu_optimizer_d2h_h2d=False"
                     )
                 with torch.no_grad():
-                    findings.flags += kernels.run(TensorList(copies), decision)
+                    findings.flags += calls.run(TensorList(copies), decision)
             except Exception as error:  # whatever it is: all ranks raise it at the next step
                 findings.failure.note(error, f"{type(error).__name__}: {error}")
                 return False

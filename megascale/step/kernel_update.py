@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from itertools import chain, groupby
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from megascale.config import StepConfig
-from megascale.errors import UsageError
+from megascale.errors import InnerStepError, MegascaleError, UsageError
 from megascale.kernels import Backend, Decision, Operands
 from megascale.kernels.compact_moments import is_scale
 from megascale.main_params.main_param import MainParam
@@ -23,14 +23,26 @@ from megascale.step.kernel_state import KernelState, rate
 from megascale.step.torch_step import GeneralUpdate
 from megascale.step.update import Kernel, KernelCall, KernelCalls, MarkWritten, OverflowFlags, PendingUpdate
 from megascale.utils.dtensors import held, to_local
+from megascale.utils.supported_torch import explained
 
 _STORAGE: Callable[[Tensor], Any] = Tensor.untyped_storage
 _ADDRESS: Callable[[Any], int] = torch.UntypedStorage.data_ptr
 
-_Run = tuple[slice, list[str], list[int], list[Hyper]]
-"""Param groups that one call updates: their part of a unit's main params, the names of the state; and of each group
-the number of its parameters, and its hyperparameters.
-"""
+
+class _Run(NamedTuple):
+    """Neighbouring param groups of a unit that one call updates.
+
+    Attributes:
+        part: of the unit's main params, theirs.
+        names: of their state.
+        sizes: how many main params each group has.
+        hypers: of each group.
+    """
+
+    part: slice
+    names: list[str]
+    sizes: list[int]
+    hypers: list[Hyper]
 
 
 class KernelUpdate(GeneralUpdate):
@@ -70,28 +82,31 @@ class KernelUpdate(GeneralUpdate):
     @override
     def release_memory(self, units: Sequence[UpdateUnit]) -> None:
         for unit in units:
-            unit.kernels = None
+            unit.calls = None
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         # All units first: an obstacle of one sends all of them to the optimizer's own step().
-        obstacle, read = "step hooks: remove them" if self.is_hooked else None, []
+        obstacle = "step hooks: remove them" if self.is_hooked else None
+        changed: list[list[Any] | None] = []  # the values of a unit's options, where they are not those of before
         for pending in updates:
             values: list[Any] = []
             for options in pending.options:
                 values += map(options.get, self._read_names)
-            kept: KernelCalls | None = pending.unit.kernels
-            # Hyperparameters serve while the options are the same objects as when they were read.
-            is_same = kept is not None and all(map(is_, kept.values, values))
-            for options in () if is_same else pending.options:
+            kept: KernelCalls | None = pending.unit.calls
+            # Hyperparameters are valid as long as every option is the same object as when they were made.
+            if kept is not None and all(map(is_, kept.values, values)):
+                changed.append(None)
+                continue
+            for options in pending.options:
                 require_options(options, self._option_names)
                 obstacle = self.rule.obstacle(options) or obstacle
-            read.append(None if is_same else values)
+            changed.append(values)
         if obstacle is not None:
             return self.prepare_own_step(updates, obstacle)
         return [
-            PendingUpdate(one.options, one.unit, one.grads, self._kernels_of(one, values))
-            for one, values in zip(updates, read, strict=True)
+            PendingUpdate(one.options, one.unit, one.grads, self._calls_of(one, values))
+            for one, values in zip(updates, changed, strict=True)
         ]
 
     def prepare_own_step(self, updates: Sequence[PendingUpdate], why: str) -> list[PendingUpdate]:
@@ -112,11 +127,23 @@ class KernelUpdate(GeneralUpdate):
         self, updates: Sequence[PendingUpdate], decision: Decision, mark_written: MarkWritten
     ) -> list[OverflowFlags]:
         overflow_flags: list[OverflowFlags] = []
+        failure: Exception | None = None
         for pending in updates:
-            if pending.kernels is None:  # as in all updates: the optimizer's own step() is to run
+            if pending.calls is None:  # as in all updates: the optimizer's own step() is to run
                 return super().apply(updates, decision, mark_written)
-            overflow_flags += pending.kernels.run(pending.grads, decision)
+            try:
+                overflow_flags += pending.calls.run(pending.grads, decision)
+            except Exception as caught:  # such as no memory: other ranks wait for what mark_written() sends
+                error = explained(caught)
+                if isinstance(error, MegascaleError):  # of a graph's capture, or of this torch: told at once
+                    raise error from error.__cause__
+                failure = failure or error
             mark_written(pending.unit)  # last of the unit: it may send away what was just written
+        if failure is not None:
+            raise InnerStepError(
+                f"the update of {type(self.optimizer).__name__} raised {type(failure).__name__}: {failure}; some main "
+                "params may be updated and others not: mend the cause, then load a checkpoint or a state dict"
+            ) from failure
         # Tells an LR scheduler that was built on the inner optimizer that a step was taken.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return overflow_flags
@@ -156,39 +183,41 @@ class KernelUpdate(GeneralUpdate):
         """Return the hyperparameters. Raises ArgumentError for an option of a wrong type, naming it."""
         return self.rule.hyper(options, rate(options), type(self.optimizer))
 
-    def _kernels_of(self, pending: PendingUpdate, values: list[Any] | None) -> KernelCalls:
-        """Return what updates a unit: that of the step before, while all of it serves.
+    def _calls_of(self, pending: PendingUpdate, values: list[Any] | None) -> KernelCalls:
+        """Return what updates a unit: what has updated it before, if state and options are as they were.
 
-        ``values``: of the options; None: they are what they were.
+        ``values``: of the options; None: they are as they were.
 
         Raises UsageError, before any value has changed, for state that an option needs and that was not loaded.
         """
         unit, backend = pending.unit, self.backend_of(pending.unit)
-        kept: KernelCalls | None = unit.kernels
-        # Main params and state never move. Only their storages may, as into shared memory.
+        kept: KernelCalls | None = unit.calls
+        # Nobody replaces main params and state, but share_memory_() may move the storage of one.
         if kept is not None and list(map(_ADDRESS, kept.storages.values())) != list(kept.storages):
             kept = None
         if kept is not None and values is None:
             return kept
         if values is None or not all(map(_is_constant, values)):
-            values = [object()]  # such a value can be written, and stay the same object
+            values = [object()]  # a tensor or a list may be written in place: nothing is the same in the next step
         # One call updates neighbouring param groups that the kernel can take together.
         groups = []
         for options, params in zip(pending.options, unit.groups.values(), strict=True):
             hyper, names = self.hyper(options), with_scales(self.required_state(options), self._dtypes)
             groups.append((names, backend.kind_of(hyper), hyper, len(params)))
-        runs, stop = list[_Run](), 0
+        runs, start = list[_Run](), 0
         for (names, _), together in groupby(groups, lambda group: group[:2]):
             *_, hypers, sizes = map(list, zip(*together, strict=True))
-            runs.append((slice(stop, stop := stop + sum(sizes)), names, sizes, hypers))
-        if kept is None or [call[:2] for call in kept.calls] != [run[:2] for run in runs]:
-            kept = self._made(unit, runs)
-        calls = [call._replace(hypers=hypers) for call, (*_, hypers) in zip(kept.calls, runs, strict=True)]
-        unit.kernels = kept._replace(values=values, calls=calls)
-        return unit.kernels
+            stop = start + sum(sizes)
+            runs.append(_Run(slice(start, stop), names, sizes, hypers))
+            start = stop
+        if kept is None or [(one.part, one.names) for one in kept.calls] != [(one.part, one.names) for one in runs]:
+            kept = self._new_calls(unit, runs)
+        calls = [call._replace(hypers=run.hypers) for call, run in zip(kept.calls, runs, strict=True)]
+        unit.calls = kept._replace(values=values, calls=calls)
+        return unit.calls
 
-    def _made(self, unit: UpdateUnit, runs: Sequence[_Run]) -> KernelCalls:
-        """Return new calls, one for each run, without hyperparameters."""
+    def _new_calls(self, unit: UpdateUnit, runs: Sequence[_Run]) -> KernelCalls:
+        """Return new calls, one for each run, which lack their hyperparameters and the values of options."""
         calls, counts, memory = list[KernelCall](), list[Tensor](), [one.memory for one in unit.params if one.is_copy]
         for part, names, sizes, _ in runs:
             params = unit.params[part]
@@ -208,9 +237,9 @@ class KernelUpdate(GeneralUpdate):
                 remainder=[to_local(param.remainder) for param in params if param.remainder is not None],
                 groups=sizes,
             )
-            are_fp16 = any(param.is_copy and param.model.dtype == torch.float16 for param in params)
-            calls.append(KernelCall(part, names, self.kernel_of(unit, part), operands, params if are_fp16 else []))
-        # Held, so that no address is that of other memory.
+            may_overflow = any(param.is_copy and param.model.dtype == torch.float16 for param in params)
+            calls.append(KernelCall(part, names, self.kernel_of(unit, part), operands, params if may_overflow else []))
+        # Kept alive, so that no other tensor gets an address that is compared.
         storages = {storage.data_ptr(): storage for storage in map(_STORAGE, map(held, [*memory, *counts]))}
         return KernelCalls(calls, side_by_side(counts), storages)
 

@@ -75,11 +75,13 @@ class _MuonKernel:
         flags = []
         for indices, part, sets in kept[2]:
             part.grad = [operands.grad[index] for index in indices]
-            if part.remainder:
-                self._backend.decode_(part)
-            for together in sets:
-                self._update(part.pick(together.indices), together, hyper, decision, skipped)
-            part.grad = ()
+            try:
+                if part.remainder:
+                    self._backend.decode_(part)
+                for together in sets:
+                    self._update(part.pick(together.indices), together, hyper, decision, skipped)
+            finally:
+                part.grad = ()  # parts are kept
             if part.remainder:
                 flags.append(self._backend.encode_(part, decision.found_inf))
             elif any(map(is_not, part.main, part.model)):
@@ -178,7 +180,7 @@ class MuonUpdate(KernelUpdate):
 
     @override
     def prepare(self, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
-        new = [pending.unit for pending in updates if pending.unit.kernels is None]
+        new = [pending.unit for pending in updates if pending.unit.calls is None]
         if any(cuts_of(param.main) is None for unit in new for param in unit.params):
             return self.prepare_own_step(updates, "DTensors whose pieces cannot be joined: cut them otherwise")
         return super().prepare(updates)

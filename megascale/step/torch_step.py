@@ -149,7 +149,7 @@ class GeneralUpdate:
             for options in pending.options:
                 self.check_options(options)
         self.require_usable_state(param for pending in updates for param in pending.params)
-        return [replace(pending, kernels=None) for pending in updates]
+        return [replace(pending, calls=None) for pending in updates]
 
     def require_usable_state(self, params: Iterable[MainParam]) -> None:
         """Raise UsageError, naming it, for state without memory, or that a method made of 16-bit weights."""

@@ -20,17 +20,17 @@ from megascale.rules import Hyper
 
 @dataclass(frozen=True)
 class PendingUpdate:
-    """A unit with its param groups' options, and its local gradients, of which one is there, or is elsewhere.
+    """A unit with its param groups' options and its local gradients: this rank, or for ``counted`` another, has one.
 
     Attributes:
         options: one dict for each of ``unit.groups``.
-        kernels: what updates it; None: the optimizer's own ``step()`` is to run.
+        calls: of kernels, which update it; None: the optimizer's own ``step()`` is to run.
     """
 
     options: list[dict[str, Any]]
     unit: UpdateUnit
     grads: TensorList
-    kernels: "KernelCalls | None" = None
+    calls: "KernelCalls | None" = None
 
     @property
     def params(self) -> Sequence[MainParam]:
@@ -68,22 +68,22 @@ class KernelCall(NamedTuple):
     Attributes:
         part: of the unit's main params, those that it updates.
         names: of their state.
-        kernel: must not refer to who keeps this call.
+        kernel: must not hold the unit, in which this call is kept, nor its KernelUpdate.
         operands: have gradients in an update only.
-        fp16: these main params, if one of them may grow too large for its model param; else none.
-        hypers: hyperparameters, of one or several param groups.
+        may_overflow: these main params, if a model param of one is fp16; else none, and no flag need be counted.
+        hypers: hyperparameters of each param group.
     """
 
     part: slice
     names: list[str]
     kernel: Kernel
     operands: Operands
-    fp16: list[MainParam]
+    may_overflow: list[MainParam]
     hypers: Sequence[Hyper] = ()
 
 
 class KernelCalls(NamedTuple):
-    """What updates a unit. It is kept from step to step.
+    """What updates a unit, from step to step.
 
     Attributes:
         calls: one after the other through the unit's main params.
@@ -99,20 +99,22 @@ class KernelCalls(NamedTuple):
 
     def run(self, grads: TensorList, decision: Decision) -> list[OverflowFlags]:
         """Update a unit where the step lands. Any thread may call it, one at a time."""
-        found = []
+        overflow_flags = []
         parts = [grads] if len(self.calls) == 1 else grads.cut([call.part for call in self.calls])
         for call, own in zip(self.calls, parts, strict=True):
             if own.num_there:
                 operands, (hyper, *others) = call.operands, call.hypers
                 operands.grad = own
-                flags = call.kernel(operands, hyper, decision.to(operands.main[0].device), *others)
-                operands.grad = ()  # operands are kept, and must not keep gradients that the caller drops
-                if call.fp16:  # else no flag is ever set, and nobody need count them
-                    found.append(OverflowFlags(call.fp16, flags))
+                try:
+                    flags = call.kernel(operands, hyper, decision.to(operands.main[0].device), *others)
+                finally:
+                    operands.grad = ()  # operands are kept, and must not keep gradients that the caller drops
+                if call.may_overflow:
+                    overflow_flags.append(OverflowFlags(call.may_overflow, flags))
         if self.counts:
             landed = 1 - decision.to(self.counts[0].device).found_inf
             torch._foreach_add_(self.counts, [landed] * len(self.counts))
-        return found
+        return overflow_flags
 
 
 MarkWritten = Callable[[UpdateUnit], None]

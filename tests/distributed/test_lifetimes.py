@@ -17,11 +17,11 @@ from torch import nn
 from megascale import ChainedOptimizer, DistributedOptimizer, MixedPrecisionOptimizer
 from megascale.averages import AveragedMainParams
 from megascale.checkpoint import Checkpointer
-from megascale.errors import ArgumentError, UsageError
+from megascale.errors import ArgumentError, InnerStepError, UsageError
 from megascale.grad_sync import GradSync
 from megascale.schedules import LandedLRScheduler
 from megascale.step.kernel_update import KernelUpdate
-from megascale.step.update import KernelCall
+from megascale.step.update import KernelCalls
 from tests.distributed.test_distributed_optimizer import INNER, batch, config_of, net, same, scaler, sharded, weights
 from tests.pool import RankPool
 
@@ -103,9 +103,11 @@ def _until(optimizer: MixedPrecisionOptimizer, module: nn.Module, moment: str) -
     if moment == "error in step":
         _backward(optimizer, module, 2)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(KernelCall, "run", _fail)
-            with pytest.raises(ZeroDivisionError):
-                optimizer.step()
+            patched.setattr(KernelCalls, "run", _fail)
+            optimizer.step()
+        _backward(optimizer, module, 3)
+        with pytest.raises(InnerStepError, match="ZeroDivisionError"):
+            optimizer.step()
     if moment == "detached":
         assert isinstance(optimizer._member.grad_sync, GradSync)
         optimizer._member.grad_sync.detach()

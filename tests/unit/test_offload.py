@@ -1,11 +1,13 @@
 """offload() and reload(): main params, state and main grads in host memory between rollouts, every bit kept."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megascale import (
     ChainedOptimizer,
@@ -271,3 +273,17 @@ def test_parameters_are_frozen_while_all_is_away(held: str, first: str) -> None:
     for one, its in ((module, optimizer), (twin, other)):
         _step(one, its, 1)
     assert same_values(optimizer.state_dict(), other.state_dict())
+
+
+def test_nothing_holds_what_was_moved() -> None:
+    """Also not where a parameter was frozen since the last step, so that another unit has the others."""
+    module, optimizer = _build()
+    _step(module, optimizer, 0)
+    module.head.weight.requires_grad_(False)
+    optimizer.state_dict()
+    moments = [state["exp_avg"].untyped_storage() for state in optimizer.state.values()]
+    held = [*map(StorageWeakRef, moments)]
+    del moments
+    optimizer.offload(pin=False)
+    gc.collect()
+    assert [one.expired() for one in held] == [True] * len(held)

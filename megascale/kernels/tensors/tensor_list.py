@@ -63,7 +63,7 @@ class TensorList(Sequence[Any]):
         return cls(tensors, filled=[like if one is None else one for one, like in pairs] if likes else None)
 
     def cut(self, slices: Sequence[slice]) -> "list[TensorList]":
-        """Return these parts of the list, in which every tensor is in one. What it has read is not read again."""
+        """Return the parts of the list, which share what it has read. ``slices`` follow each other, and cover it."""
         if len(slices) == 1:
             return [self]
         parts = []

@@ -227,7 +227,7 @@ class TritonBackend(ReferenceBackend):
             return find_plan(operands.tables, key, device, lambda: _plan_of(operands, names, counts_steps, grads))
 
         plan = plan_for(grads)
-        if not plan.tables and not is_capturing(device):  # a graph's replays would read copies of its capture
+        if not plan.tables and not is_capturing(device):  # whose replays would read the copy of the capture
             # A GradSync's main grads, for one, lie in row-major order, whatever the order of their weights is.
             grads = laid_out(grads, operands.model)
             plan = plan_for(grads)
@@ -243,8 +243,8 @@ class TritonBackend(ReferenceBackend):
         hyper = hypers[0]
         rates = self._column([one.lr for one in hypers], device)
         decays = self._column([one.weight_decay for one in hypers], device)
-        options = self.kind_of(hyper)
-        if plan.options != options:
+        kind = self.kind_of(hyper)
+        if plan.kind != kind:
             constants = {
                 "RULE": rule,
                 "HELD": len(operands.remainder) > 0,
@@ -256,7 +256,7 @@ class TritonBackend(ReferenceBackend):
                 "MAXIMIZE": hyper.maximize,
             }
             numbers = tuple(map(float, factors()))
-            plan.options, plan.launches = options, []
+            plan.kind, plan.launches = kind, []
             for table in plan.tables:
                 _, model, *moments = [*self._dtypes(table), None, None, None]
                 dtypes = {
@@ -318,7 +318,10 @@ class TritonBackend(ReferenceBackend):
         return device
 
     def _column(self, numbers: Sequence[Any], device: torch.device) -> Tensor:
-        """Return numbers of param groups on the device: those of tensors, or Python's as fp64, written there once."""
+        """Return a number per param group on the device: all are 0-d tensors of one dtype, or all are Python's.
+
+        Those are fp64 there, and are written once.
+        """
         if tensors := [to_device_async(number, device) for number in numbers if isinstance(number, Tensor)]:
             return torch.stack(tensors) if len(tensors) > 1 else tensors[0]
         key = device, tuple(numbers)

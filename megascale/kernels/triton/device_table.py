@@ -71,7 +71,7 @@ class Plan:
     """The tables of one call; none where kernels cannot read all of its tensors.
 
     Attributes:
-        options: of the newest update, on which ``launches`` depend: all but learning rate and weight decay.
+        kind: of the newest update's hyperparameters, on which ``launches`` depend.
         launches: for each table, what its launch has beside tensors: numbers, constants, options, and its code,
             once it is found.
         places: what tells the addresses of the newest gradients apart from others.
@@ -79,7 +79,7 @@ class Plan:
     """
 
     tables: tuple[DeviceTable, ...]
-    options: object = None
+    kind: object = None
     launches: list[tuple[tuple[float, ...], dict[str, Any], dict[str, Any], list[Any]]] = field(default_factory=list)
     places: bytes = b""
     addresses: Tensor | None = None

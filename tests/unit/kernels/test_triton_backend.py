@@ -206,7 +206,7 @@ try:
 except UsageError as error:
     print(error)
 
-TYPES = {"flags": "*u8", "lr": "*fp64", "log_beta1": "fp64", "log_beta2": "fp64"}
+TYPES = {"flags": "*u8", "lrs": "*fp64", "weight_decays": "*fp64", "log_beta1": "fp64", "log_beta2": "fp64"}
 TYPES |= dict.fromkeys(("rows", "chunk_rows", "grads", "counters", "arrivals"), "*i64")
 TYPES |= dict.fromkeys(("found_inf", "coefficient", "scale", "numbers"), "*fp32")
 TYPES |= dict.fromkeys(("partials", "stats", "sum_squares", "non_finite", "zeros", "errors"), "*fp64")
@@ -223,7 +223,7 @@ FLAGS |= {"ENCODE": True}
 NAMES = "update adam", "update sgd", "update lion", "hold", "measure", "total", "decide", "rescale", "rescale fp64"
 for name in NAMES:
     kernel = getattr(kernels, f"{name.split()[0]}_kernel")
-    known = {"COLUMNS": 11, "CHUNK": 1 << 14, "BLOCK": 1 << 10, "FAN": 256} | DTYPES | FLAGS
+    known = {"COLUMNS": 12, "CHUNK": 1 << 14, "BLOCK": 1 << 10, "FAN": 256} | DTYPES | FLAGS
     known |= {"FP64_PRODUCTS": name.endswith("fp64"), "RULE": name.split()[-1]}
     constants = {p: known.get(p, tl.float32) for p in kernel.arg_names if p.isupper()}
     signature = {p: "constexpr" if p in constants else TYPES.get(p, "fp32") for p in kernel.arg_names}

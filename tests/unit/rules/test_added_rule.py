@@ -35,8 +35,9 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _change(folder / RULES, r"^RULES: .*$", rules)
     _change(
         folder / REFERENCE,
-        "^from megascale.rules import .*$",
-        "from megascale.rules import AdamHyper, LionHyper, SgdHyper\nfrom megascale.rules.rmsprop import RMSpropHyper",
+        "^from megascale.rules import (.*)$",
+        "from megascale.rules import AdamHyper, Hyper, LionHyper, SgdHyper\n"
+        "from megascale.rules.rmsprop import RMSpropHyper",
     )
     _change(folder / REFERENCE, r"^Backend = ", BLOCKS[REFERENCE] + "\n\nBackend = ")
     (folder / Path(TEST).name).write_text(BLOCKS[TEST])

@@ -9,7 +9,6 @@ from megascale import MixedPrecisionOptimizer, OptimizerConfig
 from megascale.kernels import Operands, ReferenceBackend, TorchBackend
 from megascale.rules import BY_NAME, CONFIGURABLE, RULES, Rule
 from megascale.state.schema import IMPLEMENTATION_OPTIONS
-from megascale.step.kernel_update import KernelUpdate
 
 
 @pytest.fixture(params=RULES, ids=lambda rule: rule.name)
@@ -55,33 +54,6 @@ def test_every_configured_rule_builds_an_optimizer_of_its_own() -> None:
         made = rule.build(config, [{"params": [nn.Parameter(torch.ones(4, 4))]}], 0.5)
         assert type(made) in rule.kinds
         assert isinstance(rule.hyper(made.param_groups[0], 0.5, type(made)).lr, float)
-
-
-class _WithoutLion(TorchBackend):
-    """A backend that has no kernel of a rule."""
-
-    lion_ = ReferenceBackend.lion_  # what it inherits then
-
-
-@pytest.mark.parametrize("remainders", [False, True])
-def test_a_backend_without_a_kernel_runs_the_references(remainders: bool) -> None:
-    """A new rule is right on every backend as soon as the reference has it: its bits are the reference's."""
-    trained = []
-    for backend in (_WithoutLion(), ReferenceBackend()):
-        model = nn.Linear(3, 2).bfloat16()
-        with torch.no_grad():
-            for param in model.parameters():
-                param.copy_(torch.arange(param.numel()).view(param.shape) / 8)
-        config = OptimizerConfig(bf16=True, backend="torch", store_param_remainders=remainders)
-        optimizer = MixedPrecisionOptimizer(megascale.Lion(model.parameters(), lr=0.125), config)
-        optimizer._member.update = KernelUpdate(optimizer._inner, backend, config, BY_NAME["lion"])
-        for _ in range(3):
-            for param in model.parameters():
-                param.grad = torch.full_like(param, 0.5)
-            optimizer.step()
-        trained.append([main.detach().clone() for main in model.parameters()])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*trained, strict=True))
-    assert not torch.equal(trained[0][0], torch.arange(6.0).view(2, 3) / 8)
 
 
 def test_a_backend_s_own_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,7 +270,7 @@ def test_build_optimizer_takes_any_config(precision: dict[str, Any], kind: str, 
         **precision,
     )
     dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
-    built = build_optimizer(config, model(dtype), overrides={"*weight": {"lr_mult": 0.5, "betas": (0.5, 0.6)}})
+    built = build_optimizer(config, model(dtype), overrides={"*weight": {"lr_mult": 0.5, "weight_decay": 0.25}})
     assert built._config.lr == 0.1
     is_dynamic = config.fp16 and config.loss_scale is None
     assert built._config.initial_loss_scale == (2.0**10 if is_dynamic else 2.0**16)
