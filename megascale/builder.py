@@ -239,7 +239,8 @@ def _check_overrides(overrides: Overrides, names: list[str], optimizer: str) -> 
             f"overrides must be a dict of name patterns to options, as {{'*.bias': {{'lr': 0.1}}}}, got {overrides!r}"
         )
     rules = [BY_NAME[optimizer], *([BY_NAME[MUON.beside]] if optimizer == MUON.name else [])]
-    numbers = {"lr", "lr_mult", "optimizer"}.union(*(rule.numbers for rule in rules))
+    known = {"lr", "lr_mult", "optimizer"}.union(*(rule.numbers for rule in rules))
+    allowed = [option for option in OVERRIDABLE if option in known]
     for pattern, changes in overrides.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ArgumentError(
@@ -249,7 +250,7 @@ def _check_overrides(overrides: Overrides, names: list[str], optimizer: str) -> 
             raise ArgumentTypeError(f"overrides[{pattern!r}] must be a dict of options, got {changes!r}")
         for option, value in changes.items():
             where = f"overrides[{pattern!r}][{option!r}]"
-            validate.one_of(f"option of overrides[{pattern!r}]", option, [one for one in OVERRIDABLE if one in numbers])
+            validate.one_of(f"option of overrides[{pattern!r}]", option, allowed)
             if option == "optimizer":
                 if optimizer != "muon":
                     raise ArgumentError(f"{where} needs config.optimizer='muon', got {optimizer!r}; leave it out")

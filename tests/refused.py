@@ -662,6 +662,7 @@ MADE: list[tuple[Callable[[], Any], type[Exception], str]] = [
         UsageError,
         "prepare_grads() has measured these gradients already",
     ),
+    (lambda: [(one.prepare_grads(), one.step(int)) for one in [_stepped()]], UsageError, "step() takes no closure"),
     (lambda: StepGraph(WRONG, print), ArgumentTypeError, "optimizer must be a MixedPrecisionOptimizer"),
     (lambda: StepGraph(WRONG, print), ArgumentTypeError, "got SGD"),
     (lambda: StepGraph(_stepped(), print, warmup=0), ArgumentError, "warmup must be"),

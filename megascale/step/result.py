@@ -121,7 +121,7 @@ class CapturedStep:
         overflow_flags: which main params did not fit their model params.
         result: what the step returned.
         settings: by name, numbers and objects that are in the graph as they were.
-        times_arranged: of each member's main params: once more when a parameter has moved.
+        times_arranged: how often each member's main params were put into units: once more when a parameter has moved.
         memory: the storages of weights, gradients, main params and state: while the graph holds them, no replay writes
             memory that is another's. Empty once the library has moved what lay in them.
     """

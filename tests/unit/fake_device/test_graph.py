@@ -221,9 +221,11 @@ def _held_memory(device: FakeDevice) -> list[bool]:
     graph = StepGraph(optimizer)
     weight = StorageWeakRef(params[0].untyped_storage())
     moment = StorageWeakRef(optimizer._inner.state[params[0]]["exp_avg"].untyped_storage())
+    decays = StorageWeakRef(next(iter(optimizer._backend._numbers.values())).untyped_storage())  # type: ignore[attr-defined]
+    optimizer._backend._numbers = {}  # type: ignore[attr-defined]
     _move(params[0])
-    optimizer.step()  # from now on the graph alone knows the memory of the weight
-    are_there = [not weight.expired()]
+    optimizer.step()  # from now on the graph alone knows the memory of the weight, and of weight decays
+    are_there = [not weight.expired() and not decays.expired()]
     del graph
     gc.collect()
     are_there.append(not weight.expired())
